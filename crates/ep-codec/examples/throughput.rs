@@ -5,7 +5,8 @@
 //! ```
 //!
 //! Prints GB/s of dense elements (bytes of the expert over time, best of all runs), the share of memcpy's speed, and bits
-//! per element. The time is CPU time with one thread, else wall time. memcpy is timed before every measurement. Data is Gaussian and the same in every run.
+//! per element. The time is CPU time with one thread, else wall time. memcpy is timed before every measurement. The
+//! data are Gaussian and the same in every run.
 
 use std::error::Error;
 use std::hint::black_box;
@@ -136,7 +137,7 @@ impl Bench {
         self.only.as_ref().is_none_or(|only| only == codec)
     }
 
-    /// The shortest times of memcpy and of the work, in seconds, measured in turns. `prepare` is not timed.
+    /// The shortest times of memcpy and of the work, in seconds, measured alternately. `prepare` is not timed.
     fn best<S>(
         &self,
         memcpy: &mut impl FnMut() -> Result<(), Box<dyn Error + Send + Sync>>,

@@ -1,4 +1,4 @@
-//! The choice of a codec: names, sizes of streams, and what is lost.
+//! The choice of a codec: names, sizes of streams, and which codecs are lossless.
 
 use std::fmt;
 use std::str::FromStr;
@@ -12,10 +12,10 @@ use crate::stream::HEADER_BYTES;
 
 /// The density of `delta`, `shared` and `topk` where none is given.
 const DEFAULT_DENSITY: f64 = 0.01;
-/// The complete streams of `delta` where no number is given.
+/// The number of complete streams of `delta` where none is given.
 const DEFAULT_WARM_UP: u32 = 1;
 
-/// What travels instead of an expert's weights.
+/// The form in which an expert's weights travel.
 ///
 /// Text: `exact`, `int8`, `delta:0.01`, `delta:0.01,warm_up=4` or `shared:0.01`. The density is 0.01 and `warm_up` is 1
 /// where they are not given.
@@ -28,19 +28,19 @@ pub enum WeightCodec {
     Int8,
     /// The largest changes since the last stream, against the [mirror](crate::WeightEncoder::mirror).
     Delta {
-        /// Weights in a stream, as a part of all: more than 0, at most 1. At least one weight is sent.
+        /// The part of the weights that a stream has: more than 0, at most 1. At least one weight is sent.
         density: f64,
-        /// Streams at the start that are complete (`Int8`), at least 1.
+        /// Number of complete (`Int8`) streams at the start, at least 1.
         warm_up: u32,
     },
     /// The largest differences from a [`SharedExpert`](crate::SharedExpert): SR compression.
     Shared {
-        /// Weights in a stream, as a part of all: more than 0, at most 1. At least one weight is sent.
+        /// The part of the weights that a stream has: more than 0, at most 1. At least one weight is sent.
         density: f64,
     },
 }
 
-/// What travels instead of an expert's gradients. `Int8` and `TopK` have error feedback: see
+/// The form in which an expert's gradients travel. `Int8` and `TopK` have error feedback: see
 /// [`GradientEncoder`](crate::GradientEncoder).
 ///
 /// Text: `exact`, `int8` or `topk:0.01`. The density is 0.01 where it is not given.
@@ -53,7 +53,7 @@ pub enum GradientCodec {
     Int8,
     /// The largest gradients.
     TopK {
-        /// Elements in a stream, as a part of all: more than 0, at most 1. At least one element is sent.
+        /// The part of the elements that a stream has: more than 0, at most 1. At least one element is sent.
         density: f64,
     },
 }
@@ -80,8 +80,8 @@ impl WeightCodec {
         }
     }
 
-    /// As [`max_bytes`](Self::max_bytes), without the streams of [`Delta`](Self::Delta) that carry all weights: those of
-    /// the warm-up and of a restart.
+    /// Like [`max_bytes`](Self::max_bytes), without the streams of [`Delta`](Self::Delta) that carry all weights: those
+    /// of the warm-up and of a restart.
     pub fn regular_bytes(&self, element: Element, elements: usize) -> usize {
         match *self {
             Self::Delta { density, .. } => sparse_bytes(density, elements),
@@ -89,8 +89,8 @@ impl WeightCodec {
         }
     }
 
-    /// The expected size in bytes, header included, of a stream of `elements` weights: with [`Delta`](Self::Delta)
-    /// after the warm-up.
+    /// The expected size in bytes, header included, of a stream of `elements` weights; with [`Delta`](Self::Delta), of
+    /// a stream after the warm-up.
     pub fn expected_bytes(&self, element: Element, elements: usize) -> f64 {
         match *self {
             Self::Exact => exact_bytes(element, elements) as f64,
@@ -101,7 +101,7 @@ impl WeightCodec {
         }
     }
 
-    /// Checks the numbers of the codec.
+    /// Checks the parameters of the codec.
     pub(crate) fn check(self) -> Result<()> {
         match self {
             Self::Exact | Self::Int8 => Ok(()),
@@ -141,7 +141,7 @@ impl GradientCodec {
         }
     }
 
-    /// Checks the numbers of the codec.
+    /// Checks the parameters of the codec.
     pub(crate) fn check(self) -> Result<()> {
         match self {
             Self::Exact | Self::Int8 => Ok(()),
@@ -167,7 +167,7 @@ fn sparse_bytes(density: f64, elements: usize) -> usize {
     Format::SMALLEST.max_bytes(elements, kept(density, elements)).try_into().unwrap_or(usize::MAX)
 }
 
-/// Bits of a Rice-coded value, expected. Values of Gaussian residuals take 7.2 bits at 1 % density and 7.9 at 10 %;
+/// Expected bits of a Rice-coded value. Values of Gaussian residuals take 7.2 bits at 1 % density and 7.9 at 10 %;
 /// those of gradients with error feedback about 5, because most sums are near the smallest that is kept.
 const VALUE_BITS: f64 = 7.5;
 
@@ -195,7 +195,7 @@ fn is_density(density: f64) -> bool {
 #[non_exhaustive]
 pub enum CodecParseError {
     /// The name is not that of a codec.
-    #[error("unknown codec `{given}`: possible are {possible}")]
+    #[error("unknown codec `{given}`: the codecs are {possible}")]
     Name {
         /// The name that was given.
         given: String,
@@ -203,7 +203,7 @@ pub enum CodecParseError {
         possible: &'static str,
     },
     /// The codec has no such parameter.
-    #[error("unknown parameter `{given}` of the codec `{codec}`: possible is {possible}")]
+    #[error("unknown parameter `{given}` of the codec `{codec}`: write {possible}")]
     Parameter {
         /// The codec's name.
         codec: &'static str,
@@ -213,7 +213,7 @@ pub enum CodecParseError {
         possible: &'static str,
     },
     /// The density is not a number in its range.
-    #[error("density `{given}` of the codec `{codec}`: it must be a number of more than 0 and at most 1")]
+    #[error("density `{given}` of the codec `{codec}`: it must be a number, more than 0 and at most 1")]
     Density {
         /// The codec's name.
         codec: &'static str,
@@ -391,20 +391,17 @@ mod tests {
         let gradients = |text: &str| text.parse::<GradientCodec>().unwrap_err().to_string();
         assert_eq!(
             weights("topk"),
-            "unknown codec `topk`: possible are `exact`, `int8`, `delta` and `shared`"
+            "unknown codec `topk`: the codecs are `exact`, `int8`, `delta` and `shared`"
         );
-        assert_eq!(gradients(""), "unknown codec ``: possible are `exact`, `int8` and `topk`");
-        assert_eq!(
-            weights("int8:0.5"),
-            "unknown parameter `0.5` of the codec `int8`: possible is the name alone"
-        );
+        assert_eq!(gradients(""), "unknown codec ``: the codecs are `exact`, `int8` and `topk`");
+        assert_eq!(weights("int8:0.5"), "unknown parameter `0.5` of the codec `int8`: write the name alone");
         assert_eq!(
             weights("delta:0.5,steps=3"),
-            "unknown parameter `steps=3` of the codec `delta`: possible is `delta:DENSITY,warm_up=STREAMS`"
+            "unknown parameter `steps=3` of the codec `delta`: write `delta:DENSITY,warm_up=STREAMS`"
         );
         assert!(weights("shared:0.1,warm_up=1").contains("`shared:DENSITY`"));
         for density in ["0", "-0.1", "1.01", "nan", "inf", "x", ""] {
-            let expected = "it must be a number of more than 0 and at most 1";
+            let expected = "it must be a number, more than 0 and at most 1";
             assert!(weights(&format!("delta:{density}")).contains(expected), "{density}");
             assert!(gradients(&format!("topk:{density}")).contains(expected), "{density}");
         }

@@ -1,4 +1,4 @@
-//! What a stream has, and which codec wrote it.
+//! The content of a stream, weights or gradients, and the codec that wrote it.
 
 use std::fmt;
 
@@ -30,13 +30,14 @@ pub enum StreamCodec {
     Exact,
     /// 8 bits per element, and a scale per block.
     Int8,
-    /// The largest changes of the weights that earlier streams gave.
+    /// The largest changes to the weights that receivers hold after earlier streams.
     Delta,
     /// The largest differences from a shared expert.
     Shared,
     /// The largest gradients.
     TopK,
-    /// What receivers hold after earlier streams, as it is: for a receiver that does not hold it.
+    /// The weights that receivers hold after earlier streams, as they are in memory: for a receiver that does not hold
+    /// them.
     Mirror,
 }
 

@@ -13,7 +13,7 @@ fn numbers<T: Weight>(length: usize, seed: u32) -> Vec<T> {
     (0..length).map(|i| T::from_f32(mixed(i) as f32 / 16_777_216.0 - 0.5)).collect()
 }
 
-/// An expert's side that receives: a decoder with a replica, a shared expert, and a sum of gradients.
+/// The receiving side of one expert: a decoder with a replica, a shared expert, and a sum of gradients.
 #[derive(Clone, PartialEq, Debug)]
 struct Receiver {
     decoder: WeightDecoder,

@@ -65,7 +65,7 @@ pub enum CallerError {
         /// The type of the arguments.
         given: Element,
     },
-    /// The stream was encoded against another shared expert, for instance that of an earlier step.
+    /// The stream was encoded against a different shared expert, for instance that of an earlier step.
     #[error(
         "the stream was encoded against the shared expert {stream:016x}, but the caller gave {given:016x}; decode with \
          the shared expert of the same step"
@@ -76,13 +76,14 @@ pub enum CallerError {
         /// Fingerprint of the shared expert that was given.
         given: u64,
     },
-    /// The codec or the stream is of residuals against a shared expert, and the caller gave no shared expert.
+    /// The codec or the stream has residuals against a shared expert, but the caller gave no shared expert.
     #[error("the codec `shared` needs a shared expert, but the caller gave none")]
     NoShared,
     /// The encoder keeps no mirror: its codec is not `delta`, or it has encoded nothing.
-    #[error("this encoder has no mirror; only `delta` keeps one, from its first stream on")]
+    #[error("this encoder has no mirror: only the codec `delta` keeps one, after its first stream")]
     NoMirror,
-    /// The stream changes other weights than the replica holds: streams are missing, repeated or out of order.
+    /// The stream changes weights other than those that the replica holds: streams are missing, repeated or out of
+    /// order.
     #[error(
         "the stream changes weights with fingerprint {stream:016x}, but the replica holds {held}; decode the streams of \
          an expert in order, or let the sender start over",
@@ -102,13 +103,13 @@ pub enum CallerError {
         /// The content that the function decodes.
         expected: Content,
     },
-    /// The stream is of another codec than the function decodes.
+    /// The stream's codec is not the one that the function decodes.
     #[error("expected a stream of the codec `shared`, found {found:?}")]
     OtherCodec {
         /// The codec of the stream.
         found: StreamCodec,
     },
-    /// The density of a codec is not a part of a whole.
+    /// The density of a codec is out of range.
     #[error("density {given}: it must be more than 0 and at most 1")]
     Density {
         /// The density that was given, as text.
@@ -119,7 +120,7 @@ pub enum CallerError {
         "warm_up is 0: it must be at least 1, because no earlier stream exists that the first could change"
     )]
     NoWarmUp,
-    /// The saved state is not of this codec, or of another object.
+    /// The saved state is that of a different kind of encoder or decoder.
     #[error("the saved state is of {saved}, not of {expected}")]
     OtherState {
         /// What the bytes are the state of.

@@ -26,8 +26,8 @@ const PIECE: usize = 1 << 14;
 ///  carry = x - value
 /// ```
 ///
-/// [`GradientCodec::TopK`] rounds the k largest x to bf16; an x beyond the largest finite bf16 is rounded to that, and the
-/// difference stays in the carry. [`GradientCodec::Exact`] has no carry.
+/// [`GradientCodec::TopK`] rounds the k largest x to bf16; an x beyond the largest finite bf16 is rounded to it, and
+/// the difference stays in the carry. [`GradientCodec::Exact`] has no carry.
 ///
 /// Memory: the carry, `elements` f32. The functions run on the threads of the current rayon pool, and streams have the
 /// same bytes for any number of threads.
@@ -54,8 +54,8 @@ impl GradientEncoder {
     /// Appends one stream to `out`. `gradient` has shape `[elements]`. After an error `out` and the carry are unchanged.
     ///
     /// # Errors
-    /// [`CallerError::Length`] when the gradient has another length. [`CallerError::NotFinite`], for all codecs except
-    /// [`GradientCodec::Exact`], when an element of the gradient is NaN or infinite, or its sum with the carry
+    /// [`CallerError::Length`] when the gradient's length is not `elements`. [`CallerError::NotFinite`], for all codecs
+    /// except [`GradientCodec::Exact`], when an element of the gradient is NaN or infinite, or its sum with the carry
     /// overflows.
     pub fn encode<T: Weight>(&mut self, gradient: &[T], out: &mut Vec<u8>) -> Result<StreamInfo> {
         check_length(Operand::Gradient, self.elements, gradient.len())?;
@@ -107,8 +107,8 @@ impl GradientEncoder {
 
     /// An encoder that continues where [`save`](Self::save) was called.
     ///
-    /// `codec` may differ from that of the saved encoder. A carry that the codec does not need is dropped, a missing
-    /// one is zeros.
+    /// `codec` may differ from that of the saved encoder. A carry that the codec does not need is dropped; a missing
+    /// carry is replaced by zeros.
     ///
     /// # Errors
     /// [`Corruption`] when `bytes` are not a state. [`CallerError::OtherState`] and [`CallerError::Length`] when they
@@ -140,14 +140,14 @@ impl GradientEncoder {
 }
 
 /// Adds the gradient of the stream at the start of `bytes` to `sum`: one f32 addition per element, `sum[i] + value`;
-/// elements without a value are unchanged. More may follow the stream: [`StreamInfo::bytes`] says where.
+/// elements without a value are unchanged. More bytes may follow the stream, after [`StreamInfo::bytes`] bytes.
 ///
 /// `sum` has shape `[P]`. bf16 elements are converted to f32, without rounding. After an error `sum` is unchanged. The
 /// function runs on the threads of the current rayon pool.
 ///
 /// # Errors
 /// [`Corruption`] when `bytes` do not start with a whole stream. [`CallerError::Content`] when it is a stream of weights.
-/// [`CallerError::Length`] when `sum` has another length.
+/// [`CallerError::Length`] when `sum` does not have P elements.
 pub fn add_gradient(bytes: &[u8], sum: &mut [f32]) -> Result<StreamInfo> {
     let (info, payload) = open(bytes)?;
     if info.content != Content::Gradients {

@@ -144,21 +144,21 @@ fn encode_elements<T: Weight>(elements: &[T], scale: &mut [u8; SCALE], codes: &m
     let unit = (f32::from_bits(absmax) / 127.0).min(LARGEST_SCALE);
     let (unit, inverse) = if unit >= f32::MIN_POSITIVE { (unit, 1.0 / unit) } else { (0.0, 0.0) };
     *scale = unit.to_le_bytes();
-    // A product exceeds 127 by less than 0.001, so that no code does.
+    // A product exceeds 127 by less than 0.001, so no code exceeds 127.
     for (code, &element) in codes.iter_mut().zip(elements) {
         *code = round(element.to_f32() * inverse) as u8;
     }
     absmax
 }
 
-/// The largest scale: 127 times it is finite.
+/// The largest scale. 127 times this number is finite.
 const LARGEST_SCALE: f32 = (f32::MAX / 127.0).next_down();
 
 /// Rounds to nearest, ties to even. Requires a magnitude below 2^22.
 #[inline(always)]
 fn round(number: f32) -> i8 {
-    // At 1.5 * 2^23, floats are the integers, so the addition rounds. The lowest bits of the sum are the result in
-    // two's complement. `round_ties_even` would be a function call per element on x86-64 without SSE 4.1.
+    // Near 1.5 * 2^23, the f32 numbers are exactly the integers, so the addition rounds. The lowest bits of the sum are
+    // the result in two's complement. `round_ties_even` would be a function call per element on x86-64 without SSE 4.1.
     const INTEGERS: f32 = 12_582_912.0;
     (number + INTEGERS).to_bits() as i8
 }

@@ -1,4 +1,4 @@
-//! Codecs: what travels instead of expert weights and gradients between datacenters.
+//! Codecs for the expert weights and gradients that travel between datacenters.
 //!
 //! A sender encodes each expert as one *stream* of bytes per step, and receivers decode the stream into their replica
 //! of the expert, or add it to a sum of gradients. P is the number of elements of an expert, `d` the density; `absmax`
@@ -16,12 +16,12 @@
 //! Sizes of `delta`, `shared` and `topk` are those of Gaussian data. Every stream has 40 bytes more.
 //!
 //! - [`WeightEncoder`] and [`WeightDecoder`] handle weights. With [`WeightCodec::Delta`] the encoder keeps the mirror,
-//!   which has the same bits as every replica, so what one stream leaves out is in a later one. The first streams are
-//!   `int8`.
+//!   which has the same bits as every replica, so what one stream leaves out can be in a later one. The first streams
+//!   are `int8`.
 //! - [`GradientEncoder`] and [`add_gradient`] handle gradients. `int8` and `topk` have *error feedback*: `x = gradient
 //!   + carry`, and afterwards `carry = x - value`.
 //! - A stream has a checksum, and a *fingerprint* of what it decodes to. A stream of changes names the fingerprint of
-//!   the weights that it changes, and the decoder refuses it for others.
+//!   the weights that it changes, and the decoder refuses it for other weights.
 //! - Damaged bytes give a [`Corruption`], never a panic, and an error leaves replicas and sums unchanged.
 //! - NaN and infinity are refused, with their index, by all codecs but `exact`.
 //! - Functions run on the threads of the current rayon pool. Results have the same bits for any number of threads. If

@@ -54,14 +54,14 @@ impl<T> Parallel<T> for [T] {
     }
 }
 
-/// As `into_par_iter` of `rayon::prelude`.
+/// Like `into_par_iter` of `rayon::prelude`.
 pub(crate) fn parallel<I: IntoParallelIterator>(items: I) -> I::Iter {
     ensure_pool();
     items.into_par_iter()
 }
 
 thread_local! {
-    /// A pool that consists of this thread. rayon runs on it what this thread asks for, from its construction on.
+    /// A pool that consists of this thread only. Once the pool exists, rayon runs this thread's parallel work on it.
     static ALONE: ThreadPool = {
         let alone = ThreadPoolBuilder::new().num_threads(1).use_current_thread().build();
         alone.expect("a pool of the calling thread starts no thread, and `ensure_pool` finds the thread in no pool")
@@ -79,13 +79,13 @@ fn ensure_pool() {
     }
 }
 
-/// Whether there is a global pool after this attempt to build it.
+/// Whether a global pool exists after this attempt to build it.
 fn is_usable(built: Result<(), ThreadPoolBuildError>) -> bool {
     match built {
         Ok(()) => true,
         // The system refused a thread.
         Err(error) if error.source().is_some() => false,
-        // The program has built the pool before, or has failed to. Only a panic of rayon tells which.
+        // The program has built the pool before, or has tried to and failed. Only a panic of rayon tells which.
         Err(_) => catch_unwind(rayon::current_num_threads).is_ok(),
     }
 }
@@ -100,7 +100,7 @@ mod tests {
         let refused = builder.spawn_handler(|_| Err(std::io::ErrorKind::WouldBlock.into())).build();
         assert!(!is_usable(refused.map(drop)));
         ensure_pool();
-        // The second attempt finds the pool of the first.
+        // A second attempt to build the global pool finds the one that `ensure_pool` has built.
         assert!(is_usable(ThreadPoolBuilder::new().build_global()));
     }
 }

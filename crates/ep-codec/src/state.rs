@@ -4,7 +4,7 @@
 //! |---|---|---|
 //! | 0 | 4 | `EPCS` |
 //! | 4 | 1 | version, 1 |
-//! | 5 | 1 | what: 1 encoder of weights, 2 decoder of weights, 3 encoder of gradients |
+//! | 5 | 1 | kind: 1 encoder of weights, 2 decoder of weights, 3 encoder of gradients |
 //! | 6 | 1 | element type: 0 none, 1 bf16, 2 f32 |
 //! | 7 | 1 | 1 if there is a fingerprint, else 0 |
 //! | 8 | 8 | P, the number of elements |
@@ -12,7 +12,7 @@
 //! | 24 | 4 | complete streams that are still to be written |
 //! | 28 | 4 | zero |
 //! | 32 | 8 | checksum: XXH64 of bytes 0 .. 32, seeded with the digest of the rest |
-//! | 40 | | elements: the mirror, or what earlier gradients left out; or nothing |
+//! | 40 | | elements: the mirror or the carry; or nothing |
 
 use ep::Element;
 
@@ -27,7 +27,7 @@ const VERSION: u8 = 1;
 const HEADER: usize = 40;
 const CHECKED: usize = HEADER - 8;
 
-/// What a state is of.
+/// The kind of object whose state is saved.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Owner {
     WeightEncoder,
@@ -93,7 +93,7 @@ impl State {
         [&header, values].concat()
     }
 
-    /// Reads a state of this owner and number of elements. The values are none or `[elements]`, and finite.
+    /// Reads a state of this owner and number of elements. The returned values are empty or `[elements]`, and finite.
     pub(crate) fn restore<T: Weight>(bytes: &[u8], owner: Owner, elements: usize) -> Result<(Self, Vec<T>)> {
         let (state, values) = Self::open(bytes)?;
         if state.owner != owner {

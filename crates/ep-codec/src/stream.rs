@@ -6,14 +6,14 @@
 //! | 4 | 1 | version, 1 |
 //! | 5 | 1 | codec: 1 exact, 2 int8, 3 delta, 4 shared, 5 top-k, 6 mirror; plus 16 in a stream of gradients |
 //! | 6 | 1 | element type: 1 bf16, 2 f32 |
-//! | 7 | 1 | of residuals: 16 times the code of the index format, plus the code of the value format; else 0 |
+//! | 7 | 1 | in a stream of residuals: 16 times the code of the index format, plus the code of the value format; else 0 |
 //! | 8 | 8 | P, the number of elements |
 //! | 16 | 8 | bytes of the payload |
-//! | 24 | 8 | fingerprint of the weights that the stream changes: the mirror's or the shared expert's; of a mirror, its own; else 0 |
+//! | 24 | 8 | fingerprint of the weights that the stream changes (mirror or shared expert); in a mirror stream, its own; else 0 |
 //! | 32 | 8 | checksum: XXH64 of bytes 0 .. 32, seeded with the payload's digest |
 //!
 //! The payload of a complete stream is P elements as they are in memory (`exact`), or P codes after their scales
-//! (`int8`, see [`int8`](crate::int8)). That of residuals is in `residual/sections.rs`.
+//! (`int8`, see [`int8`](crate::int8)). The payload of a stream of residuals is described in `residual/sections.rs`.
 
 use ep::Element;
 
@@ -55,7 +55,8 @@ pub struct StreamInfo {
     /// Fingerprint of the weights that the stream changes: those of the last stream (`Delta`), or the shared expert
     /// (`Shared`). `None` for codecs that change none.
     pub base: Option<u64>,
-    /// Fingerprint of what the stream decodes to: XXH64 of the base's fingerprint, or 0, and the checksum, 16 bytes.
+    /// Fingerprint of what the stream decodes to: XXH64 of 16 bytes, the base's fingerprint (or 0) and the checksum.
+    /// For `Mirror`, the fingerprint in the header.
     pub fingerprint: u64,
 }
 
@@ -67,8 +68,8 @@ pub fn inspect(bytes: &[u8]) -> Result<StreamInfo> {
     Ok(open(bytes)?.0)
 }
 
-/// Like [`inspect`], and also returns the payload: of residuals after the count of entries, of a complete stream
-/// whole and of the right length.
+/// Like [`inspect`], and also returns the payload: for residuals, what follows the count of entries; for a complete
+/// stream, the whole payload, whose length is checked.
 pub(crate) fn open(bytes: &[u8]) -> Result<(StreamInfo, &[u8]), Corruption> {
     let found = bytes.len() as u64;
     let truncated = |needed| Corruption::Truncated { needed, found };
@@ -114,14 +115,14 @@ pub(crate) fn open(bytes: &[u8]) -> Result<(StreamInfo, &[u8]), Corruption> {
     Ok((StreamInfo { content, codec, element, elements, kept, format, bytes, base, fingerprint }, payload))
 }
 
-/// What a header says, apart from what follows from the payload.
+/// The fields of a header, except those that follow from the payload.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Header {
     pub(crate) content: Content,
     pub(crate) codec: StreamCodec,
     pub(crate) element: Element,
     pub(crate) elements: usize,
-    /// Residuals in the payload and how they are written. `None` in a complete stream.
+    /// Number of residuals in the payload, and their format. `None` in a complete stream.
     pub(crate) kept: Option<(usize, Format)>,
     pub(crate) base: Option<u64>,
 }
@@ -159,8 +160,8 @@ pub(crate) fn seal(stream: &mut [u8], about: Header) -> StreamInfo {
 }
 
 /// Makes damaged bytes pass the checks of the header: magic, version, lengths, fingerprint and checksum. Without it,
-/// the checksum would reject random bytes before the code that fuzzing shall reach. Bytes shorter than a header are
-/// left unchanged.
+/// the checksum would reject random bytes before they reach the code that is to be fuzzed. Bytes shorter than a header
+/// are left unchanged.
 #[cfg(any(test, feature = "fuzzing"))]
 #[doc(hidden)]
 pub fn reseal(stream: &mut [u8], base: u64) {
@@ -177,8 +178,8 @@ fn checksum(header: &[u8; HEADER], payload: &[u8]) -> u64 {
     xxh64(&header[..CHECKED], digest(payload))
 }
 
-/// The fingerprint of what a stream decodes to: a hash of two hashes, so that neither side reads the weights to know what
-/// they are. A mirror states its own.
+/// The fingerprint of what a stream decodes to: a hash of two hashes, so that neither side has to hash the weights. A
+/// mirror states its own fingerprint.
 fn fingerprint(codec: StreamCodec, base: u64, checksum: u64) -> u64 {
     if codec == StreamCodec::Mirror {
         return base;

@@ -275,7 +275,7 @@ fn shared_streams_need_their_shared_expert() {
     assert_ne!(replica, shared.weights());
 }
 
-/// The values of a gradient codec for x by definition: zeros where the stream has none.
+/// The values of a gradient codec for x by definition: zeros where the stream has no value.
 fn gradient_values(codec: GradientCodec, x: &[f32]) -> Vec<f32> {
     match codec {
         GradientCodec::Exact => x.to_vec(),
@@ -405,7 +405,7 @@ fn numbers_that_are_not_finite_are_refused_and_nothing_changes() {
             encoder.encode(&weights, Some(&shared), &mut Vec::new()).unwrap();
         }
     }
-    // An odd number, so that the last piece that is checked at once has an odd length.
+    // An odd length, so that the last piece that is checked at once has an odd length, too.
     for codec in &GRADIENT_CODECS[1..] {
         let mut encoder = GradientEncoder::new(*codec, 20_001).unwrap();
         let mut gradient: Vec<f32> = bell(20_001, 1.0, 13);

@@ -56,7 +56,8 @@ impl<T: Weight> Value for T {
     }
 }
 
-/// The base of residuals that are numbers themselves. A slice of any length takes no memory.
+/// A base of zeros: residuals from it are the numbers themselves, as for gradients. A slice of any length takes no
+/// memory.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Zero;
 
@@ -69,8 +70,8 @@ impl Value for Zero {
 
 mod sealed {
     pub trait Sealed: Sized {
-        /// Rounds a finite f32, as [`Weight::from_f32`](super::Weight::from_f32) does. Without its check for NaN, loops
-        /// have a fifth fewer instructions.
+        /// Rounds a finite f32, as [`Weight::from_f32`](super::Weight::from_f32) does, but without the check for NaN:
+        /// loops then have a fifth fewer instructions.
         fn from_finite(value: f32) -> Self;
         /// The bits of the largest magnitude as f32; 0 for no elements. NaNs are above infinity.
         fn absmax_bits(elements: &[Self]) -> u32;

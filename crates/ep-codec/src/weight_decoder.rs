@@ -31,8 +31,8 @@ impl WeightDecoder {
         Self { elements, held: None }
     }
 
-    /// Decodes the stream at the start of `bytes` into `replica`. More may follow the stream: [`StreamInfo::bytes`] says
-    /// where.
+    /// Decodes the stream at the start of `bytes` into `replica`. More bytes may follow the stream, after
+    /// [`StreamInfo::bytes`] bytes.
     ///
     /// `replica` has shape `[elements]` and must hold what the last call left there. `shared` is needed by streams of
     /// [`StreamCodec::Shared`] and ignored by others. After an error, `replica` and the decoder are unchanged and can
@@ -40,9 +40,9 @@ impl WeightDecoder {
     ///
     /// # Errors
     /// [`Corruption`] when `bytes` do not start with a whole stream, or when it does not decode to finite weights (except
-    /// [`StreamCodec::Exact`]). [`CallerError::OtherBase`] when the stream changes other weights than the replica
-    /// holds. [`CallerError::Content`], [`CallerError::Element`], [`CallerError::Length`], [`CallerError::NoShared`]
-    /// and [`CallerError::OtherShared`] when the stream does not go with the arguments.
+    /// [`StreamCodec::Exact`]). [`CallerError::OtherBase`] when the stream changes weights other than those that the
+    /// replica holds. [`CallerError::Content`], [`CallerError::Element`], [`CallerError::Length`],
+    /// [`CallerError::NoShared`] and [`CallerError::OtherShared`] when the stream does not match the arguments.
     pub fn decode<T: Weight>(
         &mut self,
         bytes: &[u8],
@@ -87,7 +87,7 @@ impl WeightDecoder {
         self.held.map(|(fingerprint, _)| fingerprint)
     }
 
-    /// The decoder's state, for a checkpoint: 40 bytes. The replica is the caller's to save.
+    /// The decoder's state, for a checkpoint: 40 bytes. The caller saves the replica.
     pub fn save(&self) -> Vec<u8> {
         let (owner, element) = (Owner::WeightDecoder, self.held.map(|(_, element)| element));
         State { owner, element, elements: self.elements, fingerprint: self.fingerprint(), complete: 0 }

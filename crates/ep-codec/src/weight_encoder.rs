@@ -31,7 +31,7 @@ impl<T: Weight> WeightEncoder<T> {
     ///
     /// # Errors
     /// [`CallerError::TooLong`] when `elements` exceeds `u32::MAX`. [`CallerError::Density`] and
-    /// [`CallerError::NoWarmUp`] when the codec's numbers are out of range.
+    /// [`CallerError::NoWarmUp`] when the codec's parameters are out of range.
     pub fn new(codec: WeightCodec, elements: usize) -> Result<Self> {
         codec.check()?;
         check_indexable(elements)?;
@@ -92,8 +92,8 @@ impl<T: Weight> WeightEncoder<T> {
         self.fingerprint.map(|_| self.mirror.as_slice())
     }
 
-    /// Appends what receivers hold after the last stream, for one that does not hold it. Later streams change it. With
-    /// [`WeightCodec::Delta`] only, after the first stream.
+    /// Appends a stream of what receivers hold after the last stream, for a receiver that does not hold it. Later
+    /// streams change these weights. Only with [`WeightCodec::Delta`], after the first stream.
     ///
     /// # Errors
     /// [`CallerError::NoMirror`] when there is no mirror.

@@ -1,4 +1,5 @@
-//! The codecs without rayon's threads. A test of its own program: a process cannot get its global pool back.
+//! The codecs without rayon's threads. The test has a program of its own, because a process cannot get its global pool
+//! back.
 
 use std::io;
 

@@ -1,4 +1,4 @@
-//! The kernel compiler against a real NVRTC. Where there is none these tests say so and pass, unless
+//! The kernel compiler against a real NVRTC. Where there is none, these tests say so and pass, unless
 //! `HYBRID_EP_REQUIRE_NVRTC=1` asks for one.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on panics")]
 
@@ -71,7 +71,7 @@ impl Scratch {
         static NEXT: AtomicU32 = AtomicU32::new(0);
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
         let dir = std::env::temp_dir().join(format!("hybrid-ep-jit-test-{}-{number}", std::process::id()));
-        // Whatever the umask, as the cache trusts no directory that others can write to.
+        // This mode, whatever the umask: the cache trusts no directory that others can write to.
         fs::DirBuilder::new().mode(0o700).create(&dir).unwrap();
         Self(dir)
     }
@@ -153,7 +153,7 @@ fn a_compile_error_carries_the_log_and_the_programs_name() {
     };
     assert!(what.contains("broken.cu for sm_80 with NVRTC"), "{what}");
     assert!(problem.contains("broken.cu(1): error") && problem.contains("\"missing\""), "{problem}");
-    // Nothing of it stays behind.
+    // The failed compilation leaves nothing in the cache.
     let dir = Scratch::new();
     let jit = cached_in(&dir.0, &env);
     assert!(jit.cubin(&broken, Arch::Sm80).is_err());
@@ -163,7 +163,7 @@ fn a_compile_error_carries_the_log_and_the_programs_name() {
 #[test]
 fn headers_come_from_the_program_alone() {
     let Some((compiler, _)) = compiler() else { return };
-    // A file that is there, by an absolute name and from the working directory (that of the crate's manifest).
+    // `Cargo.toml` exists in the working directory, which is that of the crate's manifest.
     for include in ["Cargo.toml", "no/such/header.cuh", "cuda_runtime.h"] {
         let source: &'static str = format!("#include \"{include}\"\n").leak();
         let error = compiler.compile(&Program { source, ..program() }, Arch::Sm80).unwrap_err().to_string();
@@ -188,7 +188,7 @@ fn a_warm_start_needs_no_compiler() {
     assert_eq!(warm.warnings(), [""; 0]);
     println!("cold {:.1} ms, warm {:.3} ms", compiled.seconds * 1e3, found.seconds * 1e3);
 
-    // What was not compiled before does need one.
+    // A program that was not compiled before needs a compiler.
     let other = Program { defines: vec![("FACTOR", "4.0f".into())], ..program() };
     let error = warm.cubin(&other, Arch::Sm90a).unwrap_err().to_string();
     assert!(error.contains("/nowhere/libnvrtc.so.13") && error.contains("pip install"), "{error}");
@@ -234,7 +234,7 @@ fn threads_that_ask_at_once_get_one_compilation() {
     let cubins: Vec<(Arch, Cubin)> = thread::scope(|scope| {
         let ask = |number: usize| {
             let (jit, start) = (&jit, &start);
-            // Two programs: one for every other thread.
+            // Every other thread compiles for the other architecture.
             let arch = [Arch::Sm80, Arch::Sm90a][number % 2];
             scope.spawn(move || {
                 start.wait();
@@ -276,9 +276,9 @@ fn kept_code_that_the_driver_refuses_is_compiled_anew_once() {
     let jit = cached_in(&dir.0, &env);
     let fresh = |cubin: &Cubin| cubin.origin == Origin::Compiled;
     assert_eq!(load(&jit, &fresh), (true, vec![Origin::Disk, Origin::Compiled]));
-    // What this process compiled itself would come out the same.
+    // Code that this process has compiled itself is not compiled again: the result would be the same.
     assert_eq!(load(&jit, &|_| false), (false, vec![Origin::Memory]));
-    // Without a compiler both reasons are told, and the refused entry is not tried again.
+    // Without a compiler, the error states both reasons, and the refused entry is not tried again.
     let jit = without_compiler(&dir.0);
     let error = jit
         .load(&program(), Arch::Sm90a, |_| Err::<(), _>(LoadError::Code(refusal())))
@@ -299,7 +299,7 @@ fn a_compiler_is_found_by_its_file_its_directory_and_through_links() {
         let env = CudaEnv { nvrtc: Some(named.to_owned()), ..CudaEnv::default() };
         let compiler = Compiler::find(&env).unwrap();
         assert_eq!(compiler.version(), found.version());
-        // Where it really lies, for that is where its other parts are.
+        // The path with all links resolved, because the compiler's other libraries lie there.
         assert_eq!(compiler.path(), found.path());
         assert_elf(&compiler.compile(&program(), Arch::Sm80).unwrap().cubin);
     }
@@ -310,7 +310,7 @@ fn a_compiler_newer_than_the_driver_is_passed_over() {
     let Some((found, env)) = compiler() else { return };
     let older = Version { major: found.version().major - 1, minor: 9 };
     match Compiler::find_for(&env, Some(older)) {
-        // One that the user names is taken as it is.
+        // A compiler that the user names is used whatever its version.
         Ok(other) if env.nvrtc.is_some() => assert_eq!(other.version(), found.version()),
         Ok(other) => assert!(other.version().major <= older.major),
         Err(error) => assert!(error.to_string().contains("newer than the GPU driver's CUDA"), "{error}"),

@@ -25,7 +25,7 @@ fn eventually(what: impl Fn() -> bool) {
     }
 }
 
-/// Long enough for a thread that frees too early to do so.
+/// Sleeps long enough for a thread that frees too early to do so.
 fn a_moment() {
     thread::sleep(Duration::from_millis(100));
 }
@@ -44,7 +44,7 @@ inside!(a_buffer_whose_work_is_over_is_freed_at_once, driver => {
 });
 
 inside!(the_current_gpu_of_the_caller_stays_current, driver => {
-    // Any context but that of the GPU, or none.
+    // No context, and a context other than that of the GPU.
     for own in [std::ptr::null_mut(), driver.stream()] {
         assert_eq!(driver.call::<i32>("cuCtxSetCurrent", own), 0);
         let mut buffer = one();
@@ -80,7 +80,7 @@ inside!(replays_in_another_stream_are_waited_for, driver => {
     }
     let told = driver.uploads();
     drop(all);
-    // What is replayed still keeps its memory when its graph is destroyed.
+    // A replay that has not ended keeps its memory when its graph is destroyed.
     graphs.iter().for_each(|&graph| driver.destroy_graph(graph));
     a_moment();
     assert!(driver.mapped() > 0);
@@ -120,7 +120,7 @@ inside!(a_graph_keeps_the_handles_that_it_was_captured_with, driver => {
     let lists = handle.shape_address();
     let (graph, _received) = driver.capture(stream, || dispatch(&mut buffer, &handle));
     drop(handle);
-    // A handle's memory is handed out again once peers have gone on, to the next handle of the size.
+    // Once peers have gone on, the memory of a dropped handle is given to the next handle of the same size.
     let later: Vec<_> = (0..8).map(|_| preprocess(&mut buffer)).collect();
     assert!(later.iter().all(|handle| handle.shape_address() != lists), "the graph's lists are overwritten");
     driver.destroy_graph(graph);
@@ -330,7 +330,7 @@ fn a_domain_over_machines_shares_memory_by_fabric_handles() {
     let told = driver.uploads();
     drop(ranks);
     assert!(settle(HANG));
-    // Each tells both, and the end of a link is written, too, where the buffer still exists.
+    // Each rank writes its gone word to both ranks. Where the buffer still exists, the end of a link is written, too.
     assert!(driver.uploads() >= told + 4);
     assert_eq!((driver.mapped(), leaked_bytes()), (0, 0));
     driver.check();
@@ -346,7 +346,7 @@ fn a_domain_over_machines_without_fabric_handles_is_refused() {
         return;
     }
     for made in on_two_machines() {
-        // Each names itself, or has learned first that the other has failed for the same reason.
+        // Each error names its own rank, or the other rank, whose failure for the same reason was seen first.
         let error = made.unwrap_err().to_string();
         let error = error
             .replace("and rank 0 cannot", "and rank N cannot")
@@ -361,7 +361,7 @@ fn a_domain_over_machines_without_fabric_handles_is_refused() {
     }
 }
 
-// A peer that has left, and this rank's work that goes on: the peer's memory stays mapped here until it is over.
+// A peer leaves while this rank's work goes on: the peer's memory stays mapped here until that work is over.
 inside!(a_peer_that_is_gone_is_not_waited_for, driver => {
     let world = World::builder().ranks(2).experts(4).build().unwrap();
     let mut ranks = thread::scope(|scope| {

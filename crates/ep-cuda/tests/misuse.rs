@@ -25,7 +25,7 @@ fn foreign<T>(what: &str, result: Result<T>) {
     };
 }
 
-/// `own`, but for one argument each, which is `other`'s.
+/// Memory for N arguments: that of argument `at` is `other`'s, that of all others is `own`'s.
 fn with_one_of<const N: usize>(own: &mut CudaBuffer, other: &mut CudaBuffer, at: usize) -> [CudaMemory; N] {
     std::array::from_fn(|argument| if argument == at { &mut *other } else { &mut *own }.alloc(BYTES).unwrap())
 }
@@ -62,7 +62,7 @@ fn preprocess_with(
     buffer.preprocess_on_device(&routing, DispatchMode::permuted(4)?, Some(CAPACITY), report)
 }
 
-/// Every operator with every argument in turn being `other`'s memory.
+/// Calls every operator with `other`'s memory for each of its arguments in turn.
 fn check_all(own: &mut CudaBuffer, other: &mut CudaBuffer) {
     let handle = preprocess(own);
     dispatch(own, &handle);

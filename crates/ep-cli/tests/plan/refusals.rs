@@ -68,7 +68,7 @@ fn invalid_requests_are_refused() {
         ),
         (
             &["plan", "--set", "dense_gradient_compression=50"],
-            &["--set dense_gradient_compression=50", "possible are `exact`, `int8` and `topk`"],
+            &["--set dense_gradient_compression=50", "the codecs are `exact`, `int8` and `topk`"],
         ),
         (
             &["plan", "--sweep", "dense_gradient_compression=topk:0.1..topk:1"],

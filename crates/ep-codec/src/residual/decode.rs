@@ -62,7 +62,7 @@ pub(crate) fn read_onto_shared<T: Weight>(
     Ok(read_onto(info, payload, shared.weights())?)
 }
 
-/// Reads the entries of a stream whose values shall be added to `base`, `[P]`.
+/// Reads the entries of a stream whose values are to be added to `base`, `[P]`.
 ///
 /// # Errors
 /// [`Corruption`] as in [`read`], and when a sum is not finite.

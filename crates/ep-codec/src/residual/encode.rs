@@ -42,7 +42,7 @@ impl Encoder {
     /// magnitudes, those of lower index.
     ///
     /// `expert` has shape `[P]`. A residual is one f32 subtraction. The function runs on the threads of the current
-    /// rayon pool; the bytes do not depend on their number. After an error `out` is unchanged.
+    /// rayon pool; the bytes do not depend on the number of threads. After an error `out` is unchanged.
     ///
     /// # Errors
     /// [`CallerError::Length`] when the expert and the shared expert differ in length. [`CallerError::TooManyKept`]

@@ -70,13 +70,13 @@ impl Format {
     }
 
     /// The size in bytes, header included, of a stream with k of P residuals (`elements` is P). It is exact if the
-    /// format [has a fixed size](Self::is_fixed_size), otherwise an upper bound. Receive buffers need this size. If it
-    /// exceeds `u64::MAX`, as that of no expert does, the result is `u64::MAX`.
+    /// format [has a fixed size](Self::is_fixed_size), otherwise an upper bound. Receive buffers need this size. A size
+    /// above `u64::MAX`, which no real expert has, is reported as `u64::MAX`.
     pub fn max_bytes(self, elements: usize, k: usize) -> u64 {
         self.bytes(elements, k).try_into().unwrap_or(u64::MAX)
     }
 
-    /// As [`max_bytes`](Self::max_bytes). No number of elements makes these sums overflow.
+    /// Like [`max_bytes`](Self::max_bytes), as a u128: no number of elements makes these sums overflow.
     fn bytes(self, elements: usize, k: usize) -> u128 {
         let (elements, k) = (elements as u128, k.min(elements) as u128);
         let blocks = elements.div_ceil(BLOCK as u128);
@@ -149,7 +149,7 @@ impl Format {
     }
 }
 
-/// The most bits that Rice codes of `count` numbers with this sum can have under the best common parameter.
+/// Maximum number of bits of the Rice codes of `count` numbers with this sum, under the best common parameter.
 fn rice_bits(count: u128, sum: u128) -> u128 {
     (0..=MAX_PARAMETER).map(|b| count * u128::from(b + 1) + (sum >> b)).min().unwrap_or_default()
 }

@@ -37,7 +37,7 @@
 //!
 //! - [`Format::max_bytes`] gives the size of a stream before it is encoded: an upper bound, or the exact size.
 //! - A stream holds the fingerprint of its shared expert. Decoding against another shared expert, for instance that of
-//!   another step, is an error and not a wrong expert.
+//!   a different step, returns an error, not a wrong expert.
 //! - A stream has a checksum. [`decode_add`] panics for no input bytes.
 //! - Several streams may follow each other in one message. [`inspect`](crate::inspect) says where the next stream starts.
 //! - Functions run on the threads of the current rayon pool. Their results have the same bits for any number of

@@ -96,7 +96,7 @@ pub(super) fn decode(bytes: &[u8], parameter: u32, numbers: &mut [u16]) -> Resul
     if is_end && all <= u32::from(u16::MAX) { Ok(()) } else { Err(BadCode) }
 }
 
-/// Valid bits that every window has at least.
+/// Minimum number of valid bits of a window.
 const WINDOW_BITS: u32 = 57;
 
 /// Returns at least the next [`WINDOW_BITS`] bits; bits after the end are zeros.
@@ -161,7 +161,7 @@ mod tests {
         // 15 and 20 zeros, a one, then 12 bits of zeros: 15 << 12 fits, 20 << 12 does not.
         assert_eq!(one(&[0, 0x80, 0, 0], 12), Ok(15 << 12));
         assert_eq!(one(&[0, 0, 0x10, 0, 0], 12), Err(BadCode));
-        // Also if a number that fits follows.
+        // Refused also if a number that fits follows.
         assert_eq!(decode(&[0, 0, 0x10, 0, 0x2, 0], 12, &mut [0; 2]), Err(BadCode));
         // 2^17 zeros: the quotient times 2^15 would be 0 in 32 bits.
         assert_eq!(one(&[vec![0; 1 << 14], vec![1, 0]].concat(), 15), Err(BadCode));
@@ -178,7 +178,7 @@ mod tests {
         assert_eq!(decode(&bytes, 4, 6), Err(BadCode));
         assert_eq!(decode(&bytes, 17, 5), Err(BadCode));
         assert_eq!(decode(&[0; 9000], 0, 1), Err(BadCode)); // a quotient beyond any number
-        assert_eq!(decode(&[0b1000_0001], 0, 1), Err(BadCode)); // filled up with a one
+        assert_eq!(decode(&[0b1000_0001], 0, 1), Err(BadCode)); // padded with a one
     }
 
     proptest! {

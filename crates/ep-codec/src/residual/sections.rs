@@ -7,7 +7,7 @@
 //! | number of kept residuals (entries), u32 | always | 4 |
 //! | entries of each block, u32; in `Rice` the upper 8 bits are the block's parameter | `U16`, `Rice` | 4 n |
 //! | bytes of each block's indices, u16 | `Rice` | 2 n |
-//! | smallest bf16 magnitude of each block, from which its values count, u16 | `Bf16Rice` | 2 n |
+//! | smallest bf16 magnitude of each block, from which its values are measured, u16 | `Bf16Rice` | 2 n |
 //! | bytes of each block's values, u32; the upper 8 bits are the block's parameter | `Bf16Rice` | 4 n |
 //! | indices, block by block | always | |
 //! | values, block by block | always | |

@@ -375,7 +375,7 @@ fn wrong_payloads_with_a_right_checksum_are_refused() {
     }
 }
 
-/// Indices of the entries of a stream in a format without a code for them: 4 bytes of the whole expert, or 2 of the block.
+/// The formats that do not code indices: 4 bytes per index in the expert, or 2 bytes per position in the block.
 #[test]
 fn indices_that_repeat_descend_or_lie_outside_are_refused() {
     // The second block is short. Its entries are the last three.
@@ -389,7 +389,7 @@ fn indices_that_repeat_descend_or_lie_outside_are_refused() {
         for (index, bytes, first) in [(IndexFormat::U32, 4, 0), (IndexFormat::U16, 2, BLOCK)] {
             let format = Format { index, value };
             let (stream, _) = encode(exact(3, format), &expert, &shared);
-            // The indices as the stream has them.
+            // The bytes of these indices in the stream.
             let of = |indices: [usize; 3]| -> Vec<u8> {
                 indices.iter().flat_map(|index| (index - first).to_le_bytes()[..bytes].to_vec()).collect()
             };

@@ -9,11 +9,12 @@
 //            copy to the peer's `prob_scratch`. An item is one chunk (`chunk_tokens` consecutive tokens) of one peer, never of
 //            this rank. Reads this rank's input and, over the links, the lists `recv` (rows) and `dst_copies` (probabilities) of
 //            the peer's handle. When an item is complete, sets its flag in the peer's control block.
-//   reduce   Adds the partial sums of this rank's tokens in rank order, and writes the result to `out_tokens`. The own partial sum
-//            is not in memory: the rows of this rank's experts are added to each other first, and that sum, unrounded, to the
-//            token's. After the last token, gathers the probabilities into `out_probs`. Reads a chunk's partial sums only after
-//            the flags of all peers for that chunk. Writes nothing on peers. With RAILS (below), also writes lanes and their
-//            flags. A worker claims up to `Reducer::MOST_TOKENS` tokens at a time.
+//   reduce   Adds the partial sums of this rank's tokens in rank order, and writes the result to `out_tokens`. This
+//            rank's own partial sum is not in memory: the rows of its experts are added to each other first, and their
+//            sum, unrounded, is then added to the token's sum. After the last token, gathers the probabilities into
+//            `out_probs`. Reads a chunk's partial sums only after the flags of all peers for that chunk. Writes nothing
+//            on peers. With RAILS (below), also writes lanes and their flags. A worker claims up to
+//            `Reducer::MOST_TOKENS` tokens at a time.
 //
 // This rank writes to a peer's `partials` and `prob_scratch` only between that peer's handshake and the last flag that this rank
 // sets on that peer. From the handshake until its own kernel ends, it may also read the peer's lists (lists.cuh). No peer reads
@@ -28,8 +29,9 @@
 // deadlock". docs/protocol.md lists the words that ranks share.
 //
 // Workers with the same amount of work take up to 1.6 times as long as others, depending on where their SM is. Therefore they
-// claim work from shared counters: `items_taken`, `tokens_taken` and, with RAILS, `set_taken`. Assigned by the worker's number
-// are only its first item to push, and the chunks of this rank's own tokens for which it gathers probabilities.
+// claim work from shared counters: `items_taken`, `tokens_taken` and, with RAILS, `set_taken`. Only each worker's first
+// item to push, and the chunks of this rank's own tokens for which it gathers probabilities, are assigned by the
+// worker's number.
 //
 // Element types are macros that the host defines for each variant: see sum.cuh and docs/adding-a-kernel.md. So are TEAMS, the teams of
 // a block, and CONSUMERS, the consumers of a team: one for plain mode on few SMs, otherwise two (`CombineTeams` in src/tuning.rs).
@@ -46,21 +48,24 @@ __device__ inline void push_and_reduce(const CombineParams& p, const Worker& wor
     Pusher pusher(p, worker, producer, peers);
     Reducer reducer(p, worker, producer, epoch);
     const u64 items = pusher.items.count, tokens = p.handle.tokens, slack = p.slack;
-    // Whether tokens of foreign sets may be left that this worker claims or has claimed. It waits for own tokens, which need what
-    // other domains send, only when there are none: foreign tokens need only flags of the push role, so all domain sums are sent.
+    // Whether tokens of foreign sets may be left for this worker to claim or reduce. Until none are left, the worker
+    // does not wait for this rank's own tokens, which need the domain sums of other domains. Foreign tokens need only
+    // flags of the push role, so all domain sums are sent.
     bool sets_left = RAILS;
-    // Three phases of a worker: while there are items, push one and then reduce what has arrived, without waiting; with RAILS, claim
-    // and reduce foreign tokens until none are left to claim; wait for this rank's own tokens and reduce them.
+    // A worker has three phases. While items are left, it pushes one and then reduces what has arrived, without
+    // waiting. With RAILS, it then claims and reduces foreign tokens until none are left to claim. Last, it waits for
+    // this rank's own tokens and reduces them.
     for (;;) {
         const bool pushes = !pusher.over();
         const u64 item = pusher.item;
         if (pushes) pusher.push();
         // Claim tokens only if their sums have probably arrived: while taken <= (item - workers) * tokens / items - slack. (The code
         // multiplies this by `items`, so that nothing is divided or negative.) About `item - workers` items of this rank are
-        // complete, because each worker holds one. Peers are assumed to be as far, minus `slack`, because they may have started some
-        // microseconds later. If more tokens than that are already claimed, push the next item first. While this worker has items
-        // to push, never wait for a peer here, which may be waiting for them. With RAILS there is no estimate, and `slack` has no
-        // effect: tokens of foreign sets are claimed first, then this rank's own.
+        // complete, because each worker holds one. Peers are assumed to be behind this rank by `slack` tokens, because
+        // they may have started some microseconds later. If more tokens than that are already claimed, push the next
+        // item first. While this worker has items to push, never wait for a peer here: the peer may be waiting for
+        // these items. With RAILS there is no estimate, and `slack` has no effect: tokens of foreign sets are claimed
+        // first, then this rank's own.
         for (;;) {
             const bool foreign_only = sets_left && !pushes;
             if (foreign_only && !reducer.foreign()) break;
@@ -142,7 +147,8 @@ extern "C" __global__ void __launch_bounds__(TEAMS*(1 + CONSUMERS) * WARP, 1) co
 
     if (blockIdx.x == 0) enter(p, epoch);
     // Team t has the warps t, t + TEAMS and, with two consumers, t + 2 TEAMS. The first one is the producer. With four or eight
-    // teams, the warps of a team run on one of the SM's four schedulers, and each scheduler has as many teams.
+    // teams, the warps of a team run on one of the SM's four schedulers, and all four schedulers have the same number
+    // of teams.
     const u32 in_block = warp_id() % TEAMS, part = warp_id() / TEAMS;
     const Team team(teams + in_block * combine_team_bytes(CONSUMERS));
     if (part == 0) team.init();  // published by the barrier of the block inside the waits below
@@ -150,7 +156,8 @@ extern "C" __global__ void __launch_bounds__(TEAMS*(1 + CONSUMERS) * WARP, 1) co
     const u64 set_prob_bytes = RAILS ? sizeof(float) * static_cast<u64>(c.rails.most_copies) : 0;
     if (RAILS ? await_domain(c, p.handle, epoch, peers, set_bytes, set_prob_bytes)
               : await_all_handshakes(c, epoch, peers)) {
-        // The handshakes of the peers make their `partials` writable, also for the copy engine.
+        // The handshakes of the peers make their `partials` writable for this thread. The fence does so for the bulk
+        // copy engine.
         copy_fence_global();
         if (part == 0) {
             Producer producer(team, p.hidden);

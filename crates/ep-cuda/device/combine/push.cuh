@@ -1,6 +1,6 @@
-// Role push, on the rank that holds the experts: adds the rows of each token of a peer, and stores the partial sum to the peer
-// or, for a foreign set, to its forwarder. If rows and wire have one type, a token's single row is not added to anything, but
-// stored from the stage that it was loaded into.
+// The push role. The rank that holds the experts adds the rows of each token of a peer, and stores the partial sum to
+// the peer or, for a foreign set, to the set's forwarder. If rows and partial sums have the same type, a token's only
+// row is not added to anything: it is stored from the stage into which it was loaded.
 #pragma once
 #include "rails.cuh"
 #include "steps.cuh"
@@ -82,7 +82,8 @@ struct Pusher {
     // Claims the next item.
     __device__ void take() { item = workers + claim(&p.common.own->items_taken); }
 
-    // Item numbers assume that all peers have equally many chunks; those past the end of a peer's chunks do not exist.
+    // Items are numbered as if all peers had the same number of chunks. Items past the end of a peer's chunks do not
+    // exist.
     __device__ bool exists() const { return !over() && !items.skip(item); }
 
     // Loads the range of the item's entries.
@@ -108,7 +109,7 @@ struct Pusher {
             push_batch(batch);
         }
         if (p.row_probs != nullptr) push_probs(p, items.peer(item), items.chunk(item));
-        // The consumer's flag says that all lanes have stored probabilities.
+        // Orders the probabilities that all lanes have stored before the item's flag, which `next` hands on.
         __syncwarp();
     }
 
@@ -141,8 +142,8 @@ struct Pusher {
         const BatchSums sums = sums_of(batch, begins, ends, begin);
         if (sums.long_ends)
             put_long_sum(producer, sums.long_count, PushRows{p, peer.recv + sums.long_begin}, STEP_WIRE, slot(sums.long_end));
-        // A row of the wire's type is its own sum. (The sum would have 0 for the row's -0, and might have another NaN. The token's
-        // final sum has the same bits either way.)
+        // A single row of the wire type is sent instead of its sum. (Adding it to 0 would turn -0 into 0, and might
+        // change the bits of a NaN. The token's final sum has the same bits either way.)
         put_sums(producer, sums.whole, push_summand(p, alive ? batch.entry.row() : NO_ROW), STEP_WIRE, SAME_TYPE,
                  [&](const Sums& rest) { return slot(rest.last()); });
     }

@@ -1,7 +1,7 @@
-// Role reduce, on the rank that owns the tokens: adds the partial sums of the ranks of its domain in rank order and
-// writes the result. This rank's own partial sum is the sum of its experts' rows, computed here and not rounded. With
-// rails, it also adds the domain sums of the other domains: `Send::GROUP_FIRST` (lists.cuh) has the order. The rank
-// that forwards a foreign set has this role, too: it writes the domain sums of the set to the lane.
+// The reduce role. The rank that owns the tokens adds the partial sums of the ranks of its domain in rank order, and
+// writes the result. Its own partial sum is the sum of its experts' rows, computed here and not rounded. With rails, it
+// also adds the domain sums of the other domains: `Send::GROUP_FIRST` (lists.cuh) describes the order. The rank that
+// forwards a foreign set has this role, too: it writes the domain sums of the set to the lane.
 #pragma once
 #include "rails.cuh"
 #include "steps.cuh"
@@ -11,9 +11,9 @@ struct ReduceSet {
     HandleView lists;
     u8* partials;
     float* prob_scratch;
-    // Where the set's tokens are from. Without rails, not used.
+    // The domain of the set's tokens. Not used without rails.
     u32 domain;
-    // Tokens that workers have claimed.
+    // The number of tokens that workers have claimed.
     u32* taken;
 };
 
@@ -21,7 +21,7 @@ __device__ inline ReduceSet own_tokens(const CombineParams& p) {
     return {p.handle, p.partials, p.prob_scratch, RAILS ? p.common.rails.domain : 0, &p.common.own->tokens_taken};
 }
 
-// Partial sums of a set that the memory has room for.
+// The number of partial sums of one set for which the memory has room.
 __device__ inline u64 set_slots(const Common& c) { return static_cast<u64>(c.rails.most_copies) + c.rails.most_rows; }
 
 __device__ inline ReduceSet foreign_tokens(const CombineParams& p, u32 domain) {
@@ -40,14 +40,14 @@ __device__ inline const u32* flags_of(const Common& c, const ReduceSet& set, u32
     return c.own->flags[source];
 }
 
-// The last chunk of the set of domain sums from `domain` that this rank's chunk of tokens `chunk` needs; NONE: it needs none.
+// The last chunk of domain sums from `domain` that chunk `chunk` of this rank's tokens needs; NONE if it needs none.
 __device__ inline u32 rail_chunk(const Common& c, const HandleView& h, u32 domain, u32 chunk) {
     const u32* rows = rail_begin(h, domain).rows;
     return rows[chunk] == rows[chunk + 1] ? NONE : (rows[chunk + 1] - 1) / c.rails.chunk_rows;
 }
 
-// Waits for the partial sums of the chunk: the flags of all peers and, of this rank's own tokens, the domain sums of the
-// other domains. Returns false, after the fault was reported, if one does not come.
+// Waits for the partial sums of the chunk: the flags of all peers and, for this rank's own tokens, the domain sums of
+// the other domains. Returns false, after the fault was reported, if one does not arrive.
 __device__ inline bool await_chunk(const Common& c, const ReduceSet& set, u32 chunk, u32 epoch) {
     bool fine = true;
     for (u32 peer = domain_begin(c) + lane_id(); fine && peer < domain_end(c); peer += WARP)
@@ -63,8 +63,8 @@ __device__ inline bool await_chunk(const Common& c, const ReduceSet& set, u32 ch
     return fine;
 }
 
-// Whether the partial sums of the chunk are here, as far as this lane looks. Called by all lanes; the caller combines their answers by a
-// vote.
+// Whether those flags and domain sums of the chunk that this lane checks have arrived. Called by all lanes; the caller
+// combines their answers by a vote.
 __device__ inline bool chunk_is_here(const Common& c, const ReduceSet& set, u32 chunk, u32 epoch) {
     bool there = true;
     for (u32 peer = domain_begin(c) + lane_id(); peer < domain_end(c); peer += WARP)
@@ -77,7 +77,8 @@ __device__ inline bool chunk_is_here(const Common& c, const ReduceSet& set, u32 
     return there;
 }
 
-// What the lane to and from a domain holds: domain sums, then the probabilities of the copies. Moves `end` behind them.
+// The layout of a lane to or from another domain: domain sums, then the probabilities of the copies. Moves `end` behind
+// them.
 __device__ inline PlanHead sums_plan(const CombineParams& p, u32 rows, u32 copies, u64& end) {
     PlanHead head;
     head.rows = rows;
@@ -94,15 +95,16 @@ __device__ inline u8* probs_in(const CombineParams& p, u8* lane, u32 rows) {
     return lane + sums_plan(p, rows, 0, end).sections[1].offset;
 }
 
-// The probability of a copy on this rank, or of one that a peer has sent. Called when the chunk's partial sums are here: what
-// was acquired with them orders plain loads, too. Those of a warp are one request, unlike relaxed ones (docs/lab/032).
+// The probability of a copy on this rank, or of a copy whose probability a peer has sent. Called after the chunk's
+// partial sums have arrived: the acquire of their flags orders plain loads, too. The plain loads of a warp are one
+// request, unlike relaxed loads (docs/lab/032).
 __device__ inline float gathered(const CombineParams& p, const ReduceSet& set, const Copy& copy, u32 at) {
     const Common& c = p.common;
     if (copy.rank() != c.rank) return set.prob_scratch[at];
     return p.row_probs[copy.row() * p.prob_stride + (p.handle.permuted ? 0 : copy.local_expert())];
 }
 
-// The probability of a copy that was sent to another domain. By a plain load, as in `gathered`.
+// The probability of a copy that was sent to another domain. Read by a plain load, as in `gathered`.
 __device__ inline float returned(const CombineParams& p, const Copy& copy, u32 epoch) {
     const Common& c = p.common;
     const HandleView& h = p.handle;
@@ -170,7 +172,7 @@ struct ReduceRows {
 };
 
 // One producer in the reduce role. It claims a few consecutive tokens of one set at a time. With rails, it first claims
-// those of foreign sets: they have a longer way.
+// tokens of foreign sets, because their sums still have to cross to another domain.
 struct Reducer {
     // Maximum number of tokens of a claim: several, so that their lists are read together; few, so that workers finish
     // at about the same time.
@@ -213,7 +215,7 @@ struct Reducer {
         return has_some();
     }
 
-    // Claims tokens of this set or, with rails, of the next one that has some left; none of this rank's own while
+    // Claims tokens of this set or, with rails, of the next one that has some left; none of this rank's own if
     // `foreign_only`.
     __device__ bool take_next(bool foreign_only) {
         while (!take(all_taken())) {
@@ -224,7 +226,7 @@ struct Reducer {
         return true;
     }
 
-    // Whether the partial sums of the claimed tokens are here.
+    // Whether all sums that the claimed tokens need have arrived.
     __device__ bool ready() const {
         const ReduceSet from = set();
         bool there = true;
@@ -236,7 +238,7 @@ struct Reducer {
         return there;
     }
 
-    // Waits until `ready`. Returns false, after the fault was reported, if something does not come.
+    // Waits until `ready` would return true. Returns false, after the fault was reported, if a sum does not arrive.
     __device__ bool await() const {
         const ReduceSet from = set();
         for (u32 chunk = first_chunk(); chunk <= last_chunk(); chunk++)
@@ -246,7 +248,7 @@ struct Reducer {
 
     // Reduces the claimed tokens, which must be ready.
     __device__ void reduce() {
-        // Peers have written the partial sums, and the copy engine reads them.
+        // Orders the partial sums, which peers have written, before the reads of the bulk copy engine.
         copy_fence_global();
         __syncwarp();
         const ReduceSet from = set();
@@ -263,8 +265,8 @@ struct Reducer {
         token = end;
         if (!foreign()) return;
         producer.put(STEP_COUNT | domain << STEP_DOMAIN_SHIFT, first_token, end - first_token);
-        // The claim with the first token of a chunk includes the chunk's probabilities. The proxy sends a unit's sections apart, but
-        // the peer needs both, so both must be early.
+        // The worker that has claimed the first token of a chunk also gathers the chunk's probabilities. It does so
+        // now, not at the end: the proxy sends a unit's sums and probabilities separately, but the peer needs both.
         if (p.row_probs == nullptr) return;
         for (u32 chunk = div_up(first_token, h.chunk_tokens); chunk * h.chunk_tokens < end; chunk++)
             gather_set_probs(p, from, chunk, epoch);
@@ -282,7 +284,8 @@ struct Reducer {
         const u64 row_bytes = to_lane ? slot_bytes(p) : static_cast<u64>(p.hidden) * element_bytes(ROWS_F32);
         const bool mine = lane_id() < batch.count;
         const u32 ends = __ballot_sync(ALL_LANES, mine && batch.entry.ends_token());
-        // A token begins after the end of the previous token; the first one, unless it began in the previous batch.
+        // A token begins at the entry after the end of the previous token. The first entry of the batch also begins a
+        // token, unless that token began in an earlier batch.
         const u32 carried = begin == NONE ? 1 : 0;
         const u32 begins = (ends << 1 | carried) & (batch.count == WARP ? ALL_LANES : (1u << batch.count) - 1);
         const BatchSums sums = sums_of(batch, begins, ends, begin);

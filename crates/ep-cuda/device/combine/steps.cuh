@@ -1,14 +1,16 @@
-// Teams of warps. The producer decides for the roles push and reduce what is to be done: it reads lists, awaits flags and loads
-// rows. The consumers do it, each with one slice of every segment: they add rows, store sums and set flags. The team has a ring
-// of stages. A step is an instruction of the producer to the consumers, with a stage, which holds a segment of a row or nothing.
+// Teams of warps, for the push and the reduce role. The producer decides what is to be done: it reads lists, awaits
+// flags and loads rows. The consumers do it, each with one slice of every segment: they add rows, store sums and set
+// flags. The team has a ring of stages. A step is an instruction of the producer to the consumers, with a stage, which
+// holds a segment of a row or nothing.
 //
-// No deadlock inside a team: a consumer waits for its next step and for its own copies. At a flag, consumer 0 also waits for the other
-// consumer, if there is one, which has the same steps in the same order. While a consumer waits for a step, it holds at most one earlier
-// stage, which its last store may still read. The ring has more stages, so the producer always gets a free one.
+// No deadlock inside a team: a consumer waits for its next step and for its own copies. At a flag, consumer 0 also
+// waits for the other consumer, if there is one; both have the same steps in the same order. While a consumer waits for
+// a step, it holds at most one earlier stage, which its last store may still read. The ring has more stages, so the
+// producer always gets a free one.
 //
 // Why not one kind of warp: a warp that adds needs its registers for sums, and while it waits for a list or a flag it adds nothing.
-// Why several consumers: a step costs its producer the same, however large its stage is, and one consumer has too few registers for
-// a large one.
+// Why several consumers: a step costs the producer the same time whatever the size of its stage, and one consumer has
+// too few registers for the sums of a large stage.
 #pragma once
 #include "rails.cuh"
 #include "sum.cuh"
@@ -17,19 +19,20 @@
 //
 // The stage holds a segment of a row: adds it to the sum.
 constexpr u32 STEP_ADD = 16;
-// Stores the sum to `to`, after adding the row of the stage if there is one (STEP_ADD), and begins a new one. With STEP_WIRE in the type
-// of partial sums, otherwise in that of rows.
+// Adds the row of the stage, if there is one (STEP_ADD), then stores the sum to `to` and begins a new sum. The stored
+// sum has the type of partial sums with STEP_WIRE, otherwise the type of rows.
 constexpr u32 STEP_STORE = 32;
 constexpr u32 STEP_WIRE = 64;
 // The stage holds a segment of a row: stores it to `to` as it is.
 constexpr u32 STEP_COPY = 128;
 // Sets the flag `to`, when all earlier stores of the team have completed.
 constexpr u32 STEP_FLAG = 256;
-// Counts tokens of a foreign set as written to the lane, when they are: `to` is the first token, `count` their number.
+// Counts tokens of a foreign set as written, when their sums are in the lane: `to` is the first token, `count` their
+// number.
 constexpr u32 STEP_COUNT = 512;
 // The last step.
 constexpr u32 STEP_END = 1024;
-// Of STEP_COUNT, the domain of the set, in the bits from here on.
+// In STEP_COUNT, this bit and the bits above it hold the set's domain.
 constexpr u32 STEP_DOMAIN_SHIFT = 16;
 
 struct Step {
@@ -48,7 +51,7 @@ struct Step {
 // What the warps of a team share, behind the stages.
 struct TeamMemory {
     uint4 steps[COMBINE_STAGES];
-    u64 full[COMBINE_STAGES];   // the step and its segment are there
+    u64 full[COMBINE_STAGES];   // the step and its segment have arrived
     u64 empty[COMBINE_STAGES];  // the consumers are done with the step
     u64 other[COMBINE_STAGES];  // at a STEP_FLAG: the stores of the other consumers have completed
 };
@@ -124,16 +127,16 @@ struct Producer {
     // Waits for a free stage, and writes its step.
     __device__ void begin(const Step& step) {
         await_barrier(team.empty(place.at), place.parity ^ 1);
-        // Every lane passes this wait before lane 0 hands the stage on. Otherwise the next phase might end before a slow lane looks,
-        // which would then wait for ever.
+        // Every lane passes this wait before lane 0 hands the stage on. Otherwise the next phase might end before a
+        // slow lane tests for the end of this one; that lane would then wait for ever.
         __syncwarp();
         if (lane_id() == 0) st_shared_v4(team.step(place.at), step.words());
     }
 };
 
-// Puts the steps of sums: all rows of a sum for its first segment, then for the next segment, then the next sum. `mine`: this
-// lane's row. `target(sums)`: where the first of these sums goes. `wire`: STEP_WIRE or 0. `single_as_is`: a sum of one row is that
-// row.
+// Puts the steps of several sums, sum by sum: first the steps of all rows for the first segment of the sum, then those
+// for the next segment, and so on. `mine`: this lane's row. `target(sums)`: where the first of these sums goes. `wire`:
+// STEP_WIRE or 0. `single_as_is`: whether the only row of a sum is stored as it is (STEP_COPY).
 template <class Target>
 __device__ inline void put_sums(Producer& producer, const Sums& sums, const Summand& mine, u32 wire, bool single_as_is,
                                 const Target& target) {
@@ -184,12 +187,12 @@ struct Consumer {
     static constexpr u32 NO_STAGE = Team::STAGES;
     const Team team;
     const u32 slice;  // vectors of a slice
-    const u32 first;  // in a segment, of this consumer's slice
+    const u32 first;  // this consumer's first vector in a segment
     const u32 lane;
     RingPosition place;
-    // For each stage, the parity of its next STEP_FLAG, bit by bit.
+    // One bit per stage: the parity of the phase of `other` for its next STEP_FLAG.
     u32 flag_parity = 0;
-    // A stage whose store has begun and may not have read it.
+    // A stage that a bulk store may still be reading.
     u32 stored = NO_STAGE;
 
     __device__ Consumer(const Team& team, u32 which, u32 hidden)
@@ -206,7 +209,8 @@ struct Consumer {
 
     __device__ SharedAddress stage() const { return team.stage(place.at); }
 
-    // Frees this stage; all lanes have finished with it. Also frees the previous stage, if its bulk store was pending.
+    // Frees this stage when all lanes have finished with it. Before that, waits for the bulk store of the previous
+    // stage, if one is pending, and frees that stage.
     __device__ void release() {
         if (stored != NO_STAGE) {
             await_stores_read<0>();
@@ -218,11 +222,12 @@ struct Consumer {
         place.next();
     }
 
-    // Stores `bytes` bytes of the stage, which the copy engine reads for a while, and goes on to the next step.
+    // Stores `bytes` bytes of the stage, and goes on to the next step while the bulk copy engine may still read the
+    // stage.
     __device__ void store(u8* to, SharedAddress from, u32 bytes) {
         if (bytes != 0) store_stage(to, from, bytes);
         commit_stores();
-        // After this no lane reads the step or, where lanes copy, the stage.
+        // After this, no lane reads the step or, if lanes copy (copy_plain.cuh), the stage.
         __syncwarp();
         if (stored != NO_STAGE) {
             await_stores_read<1>();
@@ -232,8 +237,9 @@ struct Consumer {
         place.next();
     }
 
-    // Sets a flag when the stores of all consumers have completed: the others arrive at `other`, where the first one waits. Called
-    // before `release`, so that the others cannot reach the next flag in this stage before the first one has waited for this one.
+    // Sets a flag when the stores of all consumers have completed: the others arrive at `other`, where consumer 0
+    // waits. Called before `release`, so that no other consumer arrives for the next flag in this stage before consumer
+    // 0 has waited for this flag.
     __device__ void set_flag(u32* flag, u32 epoch) {
         await_stores<0>();
         __syncwarp();
@@ -255,8 +261,9 @@ struct Consumer {
     }
 };
 
-// Counts some rows of a foreign set, of which this consumer has stored all its slices to the lane. The consumer that completes the
-// count of a chunk releases the chunk's rows to the proxy; `gather_set_probs` releases its probabilities.
+// Counts `count` rows of a foreign set, from row `first`. This consumer has stored all its slices of these rows to the
+// lane. The consumer that completes the count of a chunk releases the chunk's rows to the proxy; `gather_set_probs`
+// releases its probabilities.
 __device__ inline void count_written(const CombineParams& p, u32 domain, u32 first, u32 count, u32 epoch) {
     const Common& c = p.common;
     const HandleView set = set_of(c, p.handle, domain);
@@ -280,7 +287,7 @@ __device__ inline void add_row(const Consumer& consumer, const Step& step, u32 t
     sum.add(consumer.stage() + (consumer.first + consumer.lane) * LENGTH * element_bytes(f32), turns, f32);
 }
 
-// Does the steps of one segment of a sum, of which `step` is the first. The values stay in registers.
+// Does the steps of one segment of a sum; `step` is the first of them. The sum stays in registers.
 __device__ inline void add_up(Consumer& consumer, Step step) {
     // The same for all steps of a sum.
     const u32 count = consumer.part(step.count), turns = div_up(count, WARP);
@@ -289,7 +296,8 @@ __device__ inline void add_up(Consumer& consumer, Step step) {
 #pragma unroll 1
     for (;;) {
         if (GROUPS && (step.what & SUM_APART) != 0) {
-            // A loop of its own: values that change places cost an instruction each.
+            // A separate loop: if one loop added to either sum, moving values between the two would cost an instruction
+            // each.
             Sum group;
             group.clear();
 #pragma unroll 1
@@ -310,9 +318,9 @@ __device__ inline void add_up(Consumer& consumer, Step step) {
     u8* const to = reinterpret_cast<u8*>(step.to);
     const u32 first = consumer.first * LENGTH;
     if (SAME_TYPE && (step.what & STEP_WIRE) != 0) {
-        // Over the link, a store in bulk takes half of the time of the lanes' stores. Its source is this consumer's slice of the
-        // current stage, which is free for the sum: the row in it, if any, has been added. (If rows and sums differ in size, their
-        // slices overlap.)
+        // Over the link, a bulk store takes half as long as stores by the lanes. Its source is this consumer's slice of
+        // the current stage, which is free for the sum: the row in it, if any, has been added. (If rows and sums had
+        // different sizes, this slice would overlap the other consumer's row.)
         const SharedAddress slice = consumer.stage() + first * element_bytes(WIRE_F32);
         sum.store<WIRE_F32>(SharedTarget{slice}, count, consumer.lane);
         copy_fence_stage();

@@ -27,8 +27,9 @@ constexpr u32 LENGTH = ANY_F32 ? 4 : 8;
 constexpr u32 TURNS = COMBINE_TURNS;
 // Slices of a segment, each for one consumer.
 constexpr u32 SLICES = CONSUMERS;
-// Whether rows may form groups (SUM_APART, SUM_TOGETHER). Not in plain mode in one domain, for which alone there are teams of one
-// consumer: a token has one row on a rank, and so the sums of a group need no registers.
+// Whether the code for groups of rows (SUM_APART, SUM_TOGETHER) is compiled. Teams of one consumer run only in plain
+// mode in one domain (`suits_pairs` in src/tuning.rs), where a token has one row on a rank and no group has several
+// rows. So they need no registers for the sum of a group. Teams of two consumers run in every mode.
 constexpr bool GROUPS = CONSUMERS > 1;
 static_assert(TURNS * 16 * WARP == COMBINE_SLICE_BYTES);
 
@@ -39,16 +40,17 @@ struct Summand {
     __device__ const u8* row() const { return reinterpret_cast<const u8*>(word & ~15ull); }
     __device__ u32 flags() const { return static_cast<u32>(word) & 15; }
 };
-// There is a row.
+// The summand has a row.
 constexpr u32 SUM_ALIVE = 1;
 // The row is f32; otherwise bf16.
 constexpr u32 SUM_F32 = 2;
-// The rows of a group (`Send::GROUP_FIRST`) are added to each other first, then to the sum. The first of several rows
-// starts a new sum (APART), the last one adds the two sums (TOGETHER).
+// The rows of a group (`Send::GROUP_FIRST`) are added to each other first, and their sum then to the token's sum. In a
+// group of several rows, the first row begins a separate sum (APART). When the last row is in it, the separate sum is
+// added to the token's sum (TOGETHER).
 constexpr u32 SUM_APART = 4;
 constexpr u32 SUM_TOGETHER = 8;
 
-// No row; adds nothing.
+// A summand without a row: it adds nothing.
 __device__ inline Summand no_summand() { return {0}; }
 __device__ inline Summand summand(const void* row, u32 flags) { return {reinterpret_cast<u64>(row) | flags}; }
 __device__ inline Summand summand_of(const Summand& mine, u32 lane) {
@@ -57,8 +59,8 @@ __device__ inline Summand summand_of(const Summand& mine, u32 lane) {
 
 // How rows are cut: into as few segments as possible, all but the last of equal size.
 struct Cut {
-    u32 vectors;  // of a row
-    u32 slice;    // of a slice of a segment
+    u32 vectors;  // vectors of a row
+    u32 slice;    // vectors of a full slice
 
     __device__ explicit Cut(u32 hidden) : vectors(div_up(hidden, LENGTH)) {
         const u32 segments = div_up(vectors, SLICES * TURNS * WARP);
@@ -89,7 +91,7 @@ struct SharedTarget {
 
 // This lane's sums of a slice.
 struct Sum {
-    // Turns that are looked at together.
+    // Number of turns whose bounds `store` checks together.
     static constexpr u32 BUNCH = 2;
     float values[TURNS][LENGTH];
 
@@ -100,9 +102,10 @@ struct Sum {
             for (u32 at = 0; at < LENGTH; at++) values[turn][at] = 0.0f;
     }
 
-    // Adds a slice of `turns` vectors a lane. `mine`: this lane's first vector. All vectors are read before the first one is used, if
-    // the slice has that many, because each load takes as long as all of them; otherwise two at a time. Lanes beyond the end of a row
-    // add undefined bytes to sums that are never stored.
+    // Adds a slice of `turns` vectors per lane. `mine`: this lane's first vector. If the slice has TURNS vectors per
+    // lane, all of them are loaded before the first one is used, because one load takes as long as all of them
+    // together; otherwise two are loaded at a time. Lanes beyond the end of a row add undefined bytes to sums that are
+    // never stored.
     __device__ void add(SharedAddress mine, u32 turns, bool f32) {
         if (turns == TURNS) return add_turns<0, TURNS>(mine, f32);
         add_some<0>(mine, turns, f32);
@@ -136,7 +139,8 @@ struct Sum {
     }
 
    private:
-    // Adds the turns from `first` on. Never one more: that would be another consumer's, which may store its sums there.
+    // Adds the turns from `first` to `turns` - 1. It must not read turn `turns`, which is in the slice of the other
+    // consumer: that consumer may be storing its sums there.
     template <u32 first>
     __device__ void add_some(SharedAddress mine, u32 turns, bool f32) {
         if constexpr (first + 1 < TURNS) {
@@ -165,7 +169,7 @@ struct Sum {
         }
     }
 
-    // This lane's vector of a turn. `mine`: its first one.
+    // This lane's vector of a turn. `mine`: this lane's first vector.
     __device__ static uint4 load(SharedAddress mine, u32 turn, bool f32) {
         if (!ANY_F32 || f32) return ld_shared_v4(mine + 16 * WARP * turn);
         const uint2 half = ld_shared_v2(mine + 8 * WARP * turn);
@@ -218,11 +222,11 @@ struct Sums {
 
 // The sums that end in a batch of list entries. A sum may span several batches.
 struct BatchSums {
-    Sums whole;       // the sums that lie in the batch
+    Sums whole;       // the sums that begin and end in the batch
     bool long_ends;   // a sum that began in an earlier batch ends here: entries [long_begin, long_begin + long_count)
     u32 long_begin;
     u32 long_count;
-    u32 long_end;     // its last lane
+    u32 long_end;     // the lane of its last entry
 };
 
 // `begin` is the caller's state from batch to batch: the entry at which the unfinished sum begins, or NONE.
@@ -247,7 +251,7 @@ __device__ inline BatchSums sums_of(const Batch<Entry>& batch, u32 begins, u32 e
     return sums;
 }
 
-// Bytes of the slot of one partial sum, rounded up to 8 elements.
+// Bytes of the slot of one partial sum: its elements, rounded up to a multiple of 8.
 __device__ inline u64 slot_bytes(const CombineParams& p) {
     return static_cast<u64>(div_up(p.hidden, 8) * 8) * element_bytes(WIRE_F32);
 }

@@ -22,7 +22,7 @@ __device__ inline void copy_nothing(SharedAddress barrier) {
     if (lane_id() == 0) mbarrier_arrive(barrier);
 }
 
-// Also for barriers that only `mbarrier_arrive` completes.
+// Also used for phases that `mbarrier_arrive` alone ends.
 __device__ inline void await_barrier(SharedAddress barrier, u32 parity) {
     while (!mbarrier_test_wait_parity(barrier, parity)) {
     }
@@ -34,7 +34,7 @@ __device__ inline void copy_store(void* global, SharedAddress stage, u32 bytes) 
     for (u32 at = lane_id(); at < bytes / 16; at += WARP) to[at] = ld_shared_v4(stage + 16 * at);
 }
 
-// Called by lane 0, as the two functions after it are.
+// Called by lane 0, like the next two functions.
 __device__ inline void copy_commit() {}
 template <u32 pending>
 __device__ inline void copy_read() {}

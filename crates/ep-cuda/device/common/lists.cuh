@@ -2,8 +2,9 @@
 // the handle and, over the links, on its peers. The owner keeps lists unchanged for one operator after their handle is
 // dropped: then no peer is in an operator that could read them.
 //
-// With rails, entries of `sends` and `copies` also name lanes: a rank of at least the number of ranks is the lane to the
-// domain `rank - ranks`. `row` is then the rail row of a Send and the rail copy of a Copy (docs/cuda-rails.md).
+// With rails, entries of `sends` and `copies` also name lanes: a rank number that is at least the number of ranks
+// stands for the lane to domain `rank - ranks`. `row` is then the rail row of a Send and the rail copy of a Copy
+// (docs/cuda-rails.md).
 //
 // Tokens are grouped in chunks of `chunk_tokens`. `recv_begin` and `dst_begin` have, for each destination rank, the index
 // of the first entry of each chunk, and then one past the last entry of the last chunk. Rows of a token on a rank ascend
@@ -42,8 +43,8 @@ struct Send {
     // the sum of the token. Sums must be added in order of domain (docs/semantics.md). Example: a rank of domain 2 has the sum D of
     // its own domain first, and then the lanes of domains 0, 1 and 3 with the sums S0, S1 and S3. S0 and S1 are a group, S3 is a
     // group. Addition is commutative, so D + (S0 + S1) has the bits of (S0 + S1) + D; S3 comes last in both. In general, the
-    // lanes to all domains below this one are a group, and each lane to a domain above it is one. This rank's copies of a token
-    // are also a group, because they are a partial sum.
+    // lanes to all domains below this one are a group, and each lane to a domain above it is a group. This rank's
+    // copies of a token are also a group, because they are a partial sum.
     static constexpr u32 GROUP_FIRST = 1u << 18;
     // The last entry of a group; of this rank's copies, the last one that was kept.
     static constexpr u32 GROUP_END = 1u << 19;
@@ -54,7 +55,7 @@ struct Send {
     __device__ void mark(u32 flags) { words.x |= flags; }
     // The destination.
     __device__ u32 rank() const { return words.x & RANK_MASK; }
-    // On the destination.
+    // The row on the destination.
     __device__ u32 row() const { return words.y; }
     __device__ bool ends_token() const { return (words.x & TOKEN_END) != 0; }
     __device__ bool is_dead() const { return (words.x & DEAD) != 0; }
@@ -78,7 +79,7 @@ struct Copy {
     __device__ u32 rank() const { return words.y >> RANK_SHIFT; }
     // Number of the expert among the experts of that rank.
     __device__ u32 local_expert() const { return words.y & EXPERT_MASK; }
-    // On that rank.
+    // The row on that rank.
     __device__ u32 row() const { return words.z; }
     __device__ bool is_dropped() const { return words.z == NO_ROW; }
     __device__ float weight() const { return __uint_as_float(words.w); }
@@ -89,7 +90,7 @@ struct Receive {
     static constexpr u32 SOURCE_SHIFT = 2;
     // The first row of its token on the destination.
     static constexpr u32 FIRST = 1;
-    // The last row of its token on the destination that was kept.
+    // The last kept row of its token on the destination.
     static constexpr u32 END = 2;
 
     uint2 words;  // {row, source << SOURCE_SHIFT | flags}

@@ -14,7 +14,8 @@ __device__ inline u64 globaltimer() {
     return ns;
 }
 
-// The value, in a register: the compiler would compute some values, like the number of the lane, again wherever they are used.
+// Returns the value in a register. Otherwise the compiler would compute some values, such as the lane's number, again
+// at each use.
 __device__ inline u32 in_register(u32 value) {
     u32 copy;
     asm volatile("mov.u32 %0, %1;" : "=r"(copy) : "r"(value));
@@ -104,10 +105,11 @@ __device__ inline u32 atom_cas_relaxed_gpu(u32* pointer, u32 expected, u32 value
     return old;
 }
 
-// Relaxed loads bypass the first-level cache: for words that another thread may be writing, and for data that is read
-// once. Plain loads are also allowed for what a flag or handshake publishes. For example, the duplicate role loads scales
-// plainly. An acquire orders the later plain loads of its thread and, through `__syncwarp` or `__syncthreads`, those of
-// other threads. Without an acquire, a plain load may return older bytes of the first-level cache, which is not coherent.
+// Relaxed loads bypass the first-level cache. They are for words that another thread may be writing, and for data that
+// is read once. Plain loads are also allowed for what a flag or handshake publishes. For example, the duplicate role
+// loads scales plainly. An acquire orders the later plain loads of its thread and, through `__syncwarp` or
+// `__syncthreads`, those of other threads. Without an acquire, a plain load may return older bytes of the first-level
+// cache, which is not coherent.
 __device__ inline uint2 ld_relaxed_sys_v2(const uint2* pointer) {
     u64 both;
     asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(both) : "l"(pointer) : "memory");
@@ -130,12 +132,13 @@ __device__ inline void fence_acq_rel_sys() { asm volatile("fence.acq_rel.sys;" :
 
 // ---- asynchronous copies of 16 bytes
 
-// Past the first-level cache.
+// Copies 16 bytes, bypassing the first-level cache.
 __device__ inline void cp_async_16(SharedAddress shared, const void* global) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
 }
 
-// Arrives at the mbarrier when the lane's copies so far are there. Such arrivals are a part of the barrier's count.
+// Arrives at the mbarrier when all copies that this lane has issued before are complete. `noinc`: the arrival does not
+// increase the barrier's pending count, so the count of `mbarrier_init` must include it.
 __device__ inline void cp_async_mbarrier_arrive(SharedAddress barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
 }
@@ -179,7 +182,7 @@ __device__ inline void mbarrier_arrive_expect_tx(SharedAddress barrier, u32 byte
                  : "memory");
 }
 
-// As `mbarrier_test_wait_parity`, but may wait for a while (sm_90 and later).
+// Like `mbarrier_test_wait_parity`, but may suspend the thread for a limited time before it returns false.
 __device__ inline bool mbarrier_try_wait_parity(SharedAddress barrier, u32 parity) {
     u32 done;
     asm volatile(

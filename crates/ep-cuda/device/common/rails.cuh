@@ -94,10 +94,10 @@ __device__ inline void publish_plan(const Common& c, u32 epoch, u32 domain, cons
 
 // ---- what comes from rail peers
 //
-// The words of the window are in host memory. Loads of one word by several warps follow each other, about 0.5 us apart on
-// an H100 (docs/lab/032, 044). So one thread of the rank at a time reads how far a rail peer is, for all threads that wait
-// for that peer: the thread that gets the lock `Control::rail_looking`. It copies the word to `Control::rail_seen` and, when
-// it first sees the epoch, the plan to `Control::rail_plans`, in GPU memory.
+// The words of the window are in host memory. Loads of one word by several warps are served one after the other, about
+// 0.5 us apart on an H100 (docs/lab/032, 044). So one thread of the rank at a time reads the progress of a rail peer,
+// for all threads that wait for that peer: the thread that gets the lock `Control::rail_looking`. It copies the word to
+// `Control::rail_seen` and, when it first sees the epoch, the plan to `Control::rail_plans`, in GPU memory.
 
 // Calls `ask` in lane 0, and returns its answer in all lanes. Then all lanes see what lane 0 has acquired.
 template <class Ask>
@@ -114,13 +114,13 @@ __device__ inline auto ask_once(const Ask& ask) {
 // arrived when all units of the plan have. The lists of such a set have no chunk (`set_view`).
 __device__ inline u32 rail_chunks(const Common& c, u32 rows) { return max(div_up(rows, c.rails.chunk_rows), 1u); }
 
-// What a wait for a rail peer is for: the plan of the rank in `domain`, and its first `chunks` chunks.
+// What a wait for the rail peer in `domain` awaits: the peer's plan, and its first `chunks` chunks.
 struct Arrival {
     u32 epoch;
     u32 domain;
     u32 chunks;
 
-    // Whether a progress is of this epoch, so that the plan is there.
+    // Whether a progress is of this epoch, which means that the plan has arrived.
     __device__ bool has_plan(u64 progress) const { return reached(static_cast<u32>(progress >> 32), epoch); }
     __device__ bool is_covered(u64 progress) const { return has_plan(progress) && static_cast<u32>(progress) >= chunks; }
     __device__ u64* seen_word(const Common& c) const { return &c.own->rail_seen[epoch & 1][domain]; }
@@ -131,7 +131,8 @@ struct Arrival {
         const u64 seen = ld_acquire_gpu_u64(seen_word(c));
         return is_covered(seen) || try_lock_gpu(looking_word(c)) && look(c, seen);
     }
-    // As `is_there`, but waits for the thread that reads the progress. That thread may have read it before it was written.
+    // Like `is_there`, but waits until the chunks are covered or this thread gets the lock: the thread that holds the
+    // lock may have read the progress too early.
     __device__ bool is_there_now(const Common& c) const {
         for (;;) {
             const u64 seen = ld_acquire_gpu_u64(seen_word(c));
@@ -140,8 +141,9 @@ struct Arrival {
         }
     }
 
-    // Reads the peer's progress, copies it to `rail_seen`, and unlocks `rail_looking`, which the caller has locked. `seen`: what
-    // was there before the lock. A peer that has called with other arguments is reported, and its progress is not copied.
+    // Reads the peer's progress, copies it to `rail_seen`, and unlocks `rail_looking`, which the caller has locked.
+    // `seen`: the value of `rail_seen` before the lock was taken. A peer that has called with other arguments is
+    // reported, and its progress is not copied.
     __device__ bool look(const Common& c, u64 seen) const {
         const RailEnd* end = rail_end(c, epoch, domain);
         const u64 progress = ld_acquire_sys_u64(&end->state.progress);
@@ -156,7 +158,7 @@ struct Arrival {
     // Returns false, after the fault was reported, if the peer has called with other arguments.
     __device__ bool copy_plan(const Common& c, const RailPlan& plan) const {
         SeenPlan& copy = c.own->rail_plans[epoch & 1][domain];
-        // All loads before their first use, so that they share the way to host memory and back.
+        // All loads come before their first use, so that they take one round trip to host memory together.
         const u32 signature = ld_relaxed_sys(&plan.signature), rows = ld_relaxed_sys(&plan.rows);
         u64 offsets[RAIL_SECTIONS];
 #pragma unroll
@@ -174,8 +176,8 @@ struct Arrival {
     __device__ u32 seen(const Common& c) const { return static_cast<u32>(ld_acquire_gpu_u64(seen_word(c)) >> 32); }
 };
 
-// Waits until the plan of the rail peer in `domain` is here. Returns false, after the fault was reported, if it does not
-// come within the entry bound or if the peer has called with other arguments.
+// Waits until the plan of the rail peer in `domain` has arrived. Returns false, after the fault was reported, if it
+// does not arrive within the entry bound or if the peer has called with other arguments.
 __device__ inline bool await_plan(const Common& c, u32 epoch, u32 domain) {
     return wait_until(c, Arrival{epoch, domain, 0}, rail_peer(c, domain), FOR_HANDSHAKE, 0);
 }
@@ -185,7 +187,7 @@ __device__ inline bool await_rows(const Common& c, u32 epoch, u32 domain, u32 ch
     return wait_until(c, Arrival{epoch, domain, chunk + 1}, rail_peer(c, domain), FOR_RAIL, chunk);
 }
 
-// As `await_plan` and `await_rows`, without waiting.
+// Like `await_plan` and `await_rows`, without waiting.
 __device__ inline bool rows_are_here(const Common& c, u32 epoch, u32 domain, u32 chunk) {
     return Arrival{epoch, domain, chunk + 1}.is_there(c);
 }
@@ -195,8 +197,8 @@ __device__ inline const SeenPlan& seen_plan(const Common& c, u32 epoch, u32 doma
     return c.own->rail_plans[epoch & 1][domain];
 }
 
-// Waits until everything that rail peers send in this operator has arrived. The proxies rely on it: they may overwrite
-// lanes two epochs later. Called by one warp.
+// Waits until everything that rail peers send in this operator has arrived. The proxies rely on this wait: they may
+// overwrite lanes two epochs later. Called by one warp.
 __device__ inline void await_all_rails(const Common& c, u32 epoch) {
     for (u32 domain = lane_id(); domain < c.rails.domains; domain += WARP) {
         if (domain == c.rails.domain || !await_plan(c, epoch, domain)) continue;
@@ -206,11 +208,11 @@ __device__ inline void await_all_rails(const Common& c, u32 epoch) {
 
 // ---- foreign sets
 
-// Most chunks of a foreign set.
+// Maximum number of chunks of a foreign set.
 __device__ inline u32 most_set_chunks(const Common& c) { return rail_chunks(c, c.rails.most_rows); }
 
-// Offsets of the lists of a set, from the address of the set's memory; laid out for the most rows and copies, so that
-// all ranks compute the same offsets.
+// Offsets of the lists of a set, from the address of the set's memory; laid out for the maximum numbers of rows and
+// copies, so that all ranks compute the same offsets.
 struct SetLists {
     u64 sends, send_begin, token_begin, copies, copy_begin, recv, recv_begin, dst_copies, dst_begin, end;
 
@@ -255,7 +257,7 @@ __device__ inline HandleView set_view(const Common& c, const HandleView& own, u3
     return set;
 }
 
-// As `set_view`, with the number of rows that preprocess has found.
+// Like `set_view`, with the number of rows that preprocess has found.
 __device__ inline HandleView set_of(const Common& c, const HandleView& own, u32 domain) {
     return set_view(c, own, domain, own.set_rows[rail_peer(c, domain)]);
 }
@@ -273,8 +275,8 @@ __device__ inline u32 alias(const Common& c, u32 source) {
     return domain_of(c, source) * c.rails.local_ranks + (c.rank - c.rails.first);
 }
 
-// The view of a source in another domain. `set_bytes` and `set_prob_bytes`: distance of the sets in the memory that the
-// forwarder's handshake names.
+// The view of a source in another domain. `set_bytes` and `set_prob_bytes`: distance between two sets in the memory
+// that the forwarder's handshake names.
 __device__ inline PeerView foreign_view(const Common& c, const HandleView& own, u32 epoch, u32 source, u64 set_bytes,
                                         u64 set_prob_bytes) {
     const u32 forwarder = forwarder_of(c, source), domain = domain_of(c, source);
@@ -296,7 +298,8 @@ __device__ inline PeerView foreign_view(const Common& c, const HandleView& own, 
     return view;
 }
 
-// As `await_all_handshakes`, for the sources of all domains: a source in another domain needs its forwarder's handshake.
+// Like `await_all_handshakes`, for the sources of all domains: a source in another domain needs its forwarder's
+// handshake.
 __device__ inline bool await_domain(const Common& c, const HandleView& own, u32 epoch, PeerView* peers, u64 set_bytes,
                                     u64 set_prob_bytes) {
     return await_views(
@@ -307,9 +310,9 @@ __device__ inline bool await_domain(const Common& c, const HandleView& own, u32 
         });
 }
 
-// The sources whose lists another rank of this domain has, in the order in which a worker takes turns: first the other
-// ranks of this domain, from the next one on, then those of the next domain, and so on. Rail peers of this rank are left out:
-// this rank has the lists of their sets itself.
+// The sources whose lists another rank of this domain has, in the order in which workers serve them: first the other
+// ranks of this domain, beginning with the next one, then those of the next domain, and so on. Rail peers of this rank
+// are left out: this rank has the lists of their sets itself.
 __device__ inline u32 count_sources(const Common& c) {
     const u32 others = domain_size(c) - 1;
     return others + (RAILS ? (c.rails.domains - 1) * others : 0);

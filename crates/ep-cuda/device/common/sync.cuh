@@ -27,9 +27,9 @@ __device__ inline u32 abort_at_fault(u32 word) { return (word & ABORT_RANK_MASK)
 static_assert(MAX_RANKS < ABORT_RANK_MASK, "a rank plus one fits its bits");
 static_assert(sizeof(PeerView) == PEER_VIEW_BYTES);
 
-// Test ==, not >=. A peer may enter epoch + 1 before this rank does. Until this rank enters it, only handshake and counts
-// of epoch + 1 arrive here (with rails, also plans and rows), in the copies of the other parity. So any other value is left
-// over from an earlier operator.
+// Test ==, not >=. A peer may enter epoch + 1 before this rank does. Until this rank enters epoch + 1, only the
+// handshake and counts of epoch + 1 arrive here (with rails, also plans and rows), in the copies of the other parity.
+// So a word that does not have the awaited value is left over from an earlier operator.
 __device__ inline bool reached(u32 seen, u32 epoch) { return seen == epoch; }
 
 // Whether the caller may report. Only the first fault of a rank is reported.
@@ -51,8 +51,8 @@ __device__ inline void write_fault(const Common& c, Fault& to, const Fault& faul
 }
 
 // Reports a fault, which this thread has claimed, to the host and to all ranks. This rank is one of them, so its other blocks
-// give up, too. `word` is an `abort_word`. Only functions that are not inlined call it, directly or by `give_up`: this path
-// must not cost the kernels registers.
+// give up, too. `word` is an `abort_word`. Only functions that are not inlined call it, directly or through `give_up`:
+// this path must not cost the kernels registers.
 __device__ inline void report(const Common& c, const Fault& fault, u32 word) {
     write_fault(c, c.own->record.fault, fault);
     write_fault(c, c.report->own.fault, fault);
@@ -119,7 +119,7 @@ __device__ inline void give_up(const Common& c, Fault fault) {
     report(c, fault, word);
 }
 
-// As `give_up`, outside a wait.
+// Like `give_up`, but outside a wait.
 __device__ __noinline__ void give_up_at_once(const Common& c) {
     Fault fault{};
     fault.awaited = NONE;
@@ -132,8 +132,8 @@ __device__ inline bool aborted(const Common& c, u32 word) {
     return word != 0;
 }
 
-// Whether a rank has given up, in an earlier operator or in this one, as far as this rank's abort word says. The same
-// answer in all threads of a block, which call it together.
+// Whether a rank has given up, in an earlier operator or in this one, as far as this rank's abort word says. All
+// threads of a block call this together, and get the same answer.
 __device__ inline bool has_given_up(const Common& c) { return __syncthreads_or(ld_relaxed_sys(&c.own->abort) != 0); }
 
 // The fault of a peer that has not written the awaited word.
@@ -149,9 +149,9 @@ __device__ inline FaultKind absence(u32 gone, u32 waiting_for) {
 }
 
 // The bound of a wait. In one domain, the bound for a handshake is longer than the bounds inside an operator: a peer that has
-// not entered may be busy with other work of its program. A rank of another domain may enter as late, and then wait as long
-// for the handshakes of its own domain. So a wait for what other ranks pass on has a longer bound than the waits of those
-// ranks: a rank that waits directly for the rank at fault is the first to report it.
+// not entered may be busy with other work of its program. A rank of another domain may enter equally late, and then
+// wait equally long for the handshakes of its own domain. So a wait for what other ranks pass on has a longer bound
+// than the waits of those ranks: a rank that waits directly for the rank at fault is the first to report it.
 __device__ inline u64 bound_of(const Common& c, u32 waiting_for) {
     if (waiting_for == FOR_HANDSHAKE) return c.timeout_ns;
     if (RAILS && waiting_for == FOR_RAIL) return 2 * c.timeout_ns + 2 * c.stall_timeout_ns;
@@ -160,25 +160,27 @@ __device__ inline u64 bound_of(const Common& c, u32 waiting_for) {
 }
 
 // What a peer's word in `Control::left` means for a wait in `epoch`. What a rank has sent along its rail may arrive after
-// the news that it has left, so a wait for it goes on, until its bound, if the rank took part in the operator.
+// the news that it has left, so a wait for that rank goes on, until its bound, if the rank took part in the operator.
 __device__ inline u32 gone_of(const Common& c, u32 word, u32 epoch, u32 peer) {
     const u32 gone = word & ((1u << GONE_BITS) - 1), last = word - gone;
     const bool on_rail = RAILS && (peer < domain_begin(c) || peer >= domain_end(c));
-    // Above the `GoneWord`, the word has the low bits of the last epoch. Shifted alike, `epoch` is compared with them modulo 2^32.
+    // Above the `GoneWord`, the word has the low bits of the last epoch. `epoch`, shifted by the same number of bits,
+    // is compared with them modulo 2^32.
     const bool took_part = static_cast<i32>(last - (epoch << GONE_BITS)) >= 0;
     return gone == GONE_LEFT && on_rail && took_part ? GONE_HERE : gone;
 }
 
-// What a wait is for: a word that this rank or another one writes. `epoch` is the awaited value: an epoch or, in `all_blocks`,
-// the number of blocks.
+// What a wait awaits: a word that this rank or another rank writes. `epoch` is the awaited value: an epoch or, in
+// `all_blocks`, the number of blocks.
 struct Flag {
     const u32* word;
     u32 epoch;
 
     __device__ bool is_there(const Common&) const { return reached(ld_acquire_sys(word), epoch); }
-    // As `is_there`; never false for what was written before the caller read another word with acquire order.
+    // Like `is_there`, but never false if the value was written before another word that the caller has read with
+    // acquire order.
     __device__ bool is_there_now(const Common& c) const { return is_there(c); }
-    // The value that is there, for the report of a fault.
+    // The word's value, for the report of a fault.
     __device__ u32 seen(const Common&) const { return ld_relaxed_sys(word); }
 };
 
@@ -275,7 +277,7 @@ __device__ inline T* of_peer(u64 pointer, i64 delta) {
     return pointer == 0 ? nullptr : reinterpret_cast<T*>(pointer + static_cast<u64>(delta));
 }
 
-// Whether the signature of a peer's handshake is this rank's; otherwise reports it.
+// Whether a peer's handshake has this rank's signature; if not, reports the mismatch.
 __device__ inline bool has_same_call(const Common& c, u32 epoch, u32 peer, u32 signature) {
     if (signature == c.signature) return true;
     report_mismatch(c, peer, c.own->handshake[epoch & 1][peer].call, signature);
@@ -309,9 +311,9 @@ __device__ inline PeerView view_of(const Common& c, u32 epoch, u32 peer) {
     return view;
 }
 
-// A block stores the views of all ranks in `peers`: `view_of(source)`, after the handshake of `peer_of(source)` has come. Returns
-// false, after the fault was reported, if a handshake is missing, if a peer has called with other arguments, or if any rank has
-// given up: a rank that gave up may have unfinished lists. Called by all threads.
+// Stores the views of all ranks in `peers`: `view_of(source)`, after the handshake of `peer_of(source)` has arrived.
+// Returns false, after the fault was reported, if a handshake is missing, if a peer has called with other arguments, or
+// if any rank has given up: a rank that gave up may have unfinished lists. Called by all threads.
 template <class PeerOf, class ViewOf>
 __device__ inline bool await_views(const Common& c, u32 epoch, PeerView* peers, const PeerOf& peer_of, const ViewOf& view_of) {
     bool fine = true;
@@ -320,8 +322,8 @@ __device__ inline bool await_views(const Common& c, u32 epoch, PeerView* peers, 
         const Handshake* handshake = &c.own->handshake[epoch & 1][peer];
         fine = wait_for(c, &handshake->epoch, epoch, peer, FOR_HANDSHAKE, 0);
         if (!fine) break;
-        // All loads before the first use: each takes as long as all of them. A rank that gave up in an earlier operator wrote
-        // the abort word before its next handshake, so the word is visible here.
+        // All loads come before the first use: one load takes as long as all of them together. A rank that gave up in
+        // an earlier operator wrote the abort word before its next handshake, so the word is visible here.
         const u32 signature = ld_relaxed_sys(&handshake->signature);
         const u32 given_up = ld_relaxed_sys(&c.own->abort);
         peers[source] = view_of(source);
@@ -330,14 +332,14 @@ __device__ inline bool await_views(const Common& c, u32 epoch, PeerView* peers, 
     return __syncthreads_and(fine);
 }
 
-// The same without rails: each rank's view needs its own handshake.
+// The same without rails: each rank's view needs that rank's handshake.
 __device__ inline bool await_all_handshakes(const Common& c, u32 epoch, PeerView* peers) {
     return await_views(c, epoch, peers, [](u32 source) { return source; }, [&](u32 source) { return view_of(c, epoch, source); });
 }
 
 // A barrier of all blocks of the kernel. Returns false, after the fault was reported, if a block does not arrive within
-// the stall bound or any rank gave up. `arrived`: a word of this barrier only, because a block that has passed it may
-// reach the next barrier before others have read the word. Called by all threads.
+// the stall bound or any rank gave up. `arrived`: a word of this barrier only, because a block that has passed this
+// barrier may reach the next one before others have read the word. Called by all threads.
 __device__ inline bool all_blocks(const Common& c, u32* arrived) {
     __syncthreads();
     bool fine = true;

@@ -27,7 +27,7 @@ __device__ inline void await_stores_read() {
     if (lane_id() == 0) copy_read<pending>();
 }
 
-// The same until the groups have arrived in memory.
+// Like `await_stores_read`, but waits until the groups have arrived in memory.
 template <u32 pending>
 __device__ inline void await_stores() {
     if (lane_id() == 0) copy_done<pending>();

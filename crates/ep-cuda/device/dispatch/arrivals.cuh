@@ -38,7 +38,7 @@ struct ArrivalItems {
     __device__ const Receive* list(u32 item) const { return peers[source(item)].recv; }
 };
 
-// Waits until the rows of an item are here. Returns false, after the fault was reported, if they do not come.
+// Waits until the rows of an item have arrived. Returns false, after the fault was reported, if they do not arrive.
 __device__ inline bool await_arrival(const Common& c, const ArrivalItems& items, u32 item, u32 epoch) {
     const u32 source = items.source(item);
     const bool foreign = RAILS && domain_of(c, source) != c.rails.domain;

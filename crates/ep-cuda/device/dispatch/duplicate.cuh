@@ -1,5 +1,5 @@
-// Role duplicate: completes this rank's output. A peer sends a token with several experts on this rank once, to its first
-// row; this role copies that row to the others. It writes the padding rows. It awaits the flags of all items that
+// The duplicate role: completes this rank's output. A peer sends a token with several experts on this rank once, to its
+// first row; this role copies that row to the others. It writes the padding rows. It awaits the flags of all items that
 // peers send, so the output is complete when the kernel ends.
 #pragma once
 #include "arrivals.cuh"
@@ -49,7 +49,7 @@ __device__ inline void duplicate(const DispatchParams& p, const Worker& worker, 
         if (arrived != batch.item) {
             arrived = batch.item;
             const bool there = await_arrival(c, items, batch.item, epoch);
-            // Each lane has polled for itself: all must take the same branch.
+            // Each lane has polled on its own, but all lanes must take the same branch.
             if (!__all_sync(ALL_LANES, there)) break;
             copy_fence_global();
             __syncwarp();
@@ -79,7 +79,8 @@ __device__ inline void duplicate(const DispatchParams& p, const Worker& worker, 
         for (u32 index = 0; index < batch.count; index++) {
             const Receive entry = batch.at(index);
             const bool first = entry.is_first(), end = entry.is_end();
-            // A token's rows grow with the expert: if its first row is dropped, so are all others, and `stage` is not used.
+            // The rows of a token ascend with its experts: if its first row is dropped, so are all others, and `stage`
+            // is not used.
             if (entry.is_dropped() || (first && end)) continue;
             if (first) {
                 stage = ring.take();

@@ -17,18 +17,18 @@ struct ItemBatch : Batch<Entry> {
     }
 };
 
-// The most items of a rank for one group of pieces.
+// Maximum number of items of a rank for one group of pieces.
 constexpr u32 MOST_ITEMS = 512;
 // Chunks of an item: one, or two if a rank has more than MOST_ITEMS chunks (it has at most MAX_CHUNKS), because each item costs
-// a fence. The rank that stores the rows and the ranks that receive them compute it from the number of chunks of the same source.
-// An item of combine is one chunk.
+// a fence. The rank that stores the rows and the ranks that receive them compute this number from the number of chunks
+// of the same source. An item of combine is one chunk.
 __device__ inline u32 span_of(u32 chunks) { return max(div_up(chunks, MOST_ITEMS), 1u); }
 
-// Claims items one by one from a counter that all workers of a role share, because some are faster than others (kernel.cu).
-// The first item of each worker is assigned statically. Callers fetch one batch ahead, because lists may lie on a peer; the feed
-// claims one item further ahead. `Items::list(item)` and `Items::range(item)` give an item's entries; `Items::skip(item)` says
-// that the item does not exist, because its source has fewer chunks. An item that exists may have no entries: its flag is still
-// set or awaited.
+// Claims items one by one from a counter that all workers of a role share, because some workers are faster than others
+// (kernel.cu). The first item of each worker is assigned statically. Callers fetch one batch ahead, because lists may
+// lie on a peer; the feed claims one item further ahead. `Items::list(item)` and `Items::range(item)` give an item's
+// entries; `Items::skip(item)` says that the item does not exist, because its source has fewer chunks. An item that
+// exists may have no entries: its flag is still set or awaited.
 template <class Items>
 struct Feed {
     using Entry = typename Items::Entry;
@@ -46,7 +46,7 @@ struct Feed {
     u32 next_item = NONE;
     Range next_range;
 
-    // `worker`: among all that claim from `counter`.
+    // `worker`: this worker among all those that claim from `counter`.
     __device__ Feed(const Items& items, u32* counter, const Worker& worker)
         : items(items), counter(counter), workers(worker.workers) {
         item = existing(worker.index);
@@ -63,7 +63,7 @@ struct Feed {
         claiming = true;
     }
 
-    // `candidate`, or the next item claimed that exists; NONE if all are claimed.
+    // `candidate` if that item exists, otherwise the next claimed item that exists; NONE if all items are claimed.
     __device__ u32 existing(u32 candidate) {
         while (candidate < items.count && items.skip(candidate)) candidate = workers + claim(counter);
         return candidate < items.count ? candidate : NONE;

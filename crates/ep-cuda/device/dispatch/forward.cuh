@@ -1,6 +1,6 @@
-// Role forward, with rails only: reads the tokens of foreign sets from the lanes, and stores each to its first row on
-// each other rank of this domain, and to all its rows on this rank. As send, it stores the weights and the map of local
-// experts, and sets flags on the peers.
+// The forward role, with rails only: reads the tokens of foreign sets from the lanes, and stores each to its first row
+// on each other rank of this domain, and to all its rows on this rank. Like the send role, it stores the weights and
+// the map of local experts, and sets flags on the peers.
 #pragma once
 #include "send.cuh"
 
@@ -26,14 +26,14 @@ __device__ inline bool forward_set(const DispatchParams& p, const Worker& worker
     const Common& c = p.common;
     if (!ask_once([&] { return await_plan(c, epoch, domain); })) return false;
     const HandleView set = set_of(c, p.handle, domain);
-    // Numbered as the items of a rank: receivers find the flags of a set as they find those of a rank.
+    // The items of a set are numbered like those of a rank, so receivers find the flags of both in the same way.
     const SendItems items(p, set);
     const u8* const lane = in_lane(c, epoch, domain);
     const SeenPlan& plan = seen_plan(c, epoch, domain);
     const u8 *const rows = lane + plan.sections[0], *const row_scales = lane + plan.sections[1];
     const auto* const weights = reinterpret_cast<const float*>(lane + plan.sections[2]);
     const u32 out_piece = p.piece_bytes / (p.row_bytes_in / p.row_bytes_out);
-    // `peers[first_source + local].flags` are this rank's flags on rank `local` of this domain.
+    // `peers[first_source + local].flags` are the flags that this rank sets on rank `local` of this domain.
     const u32 first_source = domain * domain_size(c);
     const auto tell = [&](u32 flag) {
         for (u32 local = lane_id(); local < domain_size(c); local += WARP)
@@ -43,7 +43,7 @@ __device__ inline bool forward_set(const DispatchParams& p, const Worker& worker
     Completion completion;
     ItemBatch<Send> next = feed.fetch();
     u32 item = NONE, piece = NONE;
-    u32 row = 0;  // the next token's
+    u32 row = 0;  // the rail row of the next token
     bool begins = true, fine = true;
     u8* stage = nullptr;
     ScaleRow scales;

@@ -22,8 +22,9 @@
 //               only awaits the flags.
 //
 // Workers with the same amount of work take up to 1.6 times as long as others, depending on where their SM is. Therefore they
-// claim items from shared counters: `items_taken`, `arrivals_taken` and, with RAILS, `set_taken`. Assigned by the workers' numbers
-// are each worker's first item of send, of duplicate and of each foreign set, the padding rows and, in plain mode, the flags.
+// claim items from shared counters: `items_taken`, `arrivals_taken` and, with RAILS, `set_taken`. The following are
+// assigned by the workers' numbers: each worker's first item of send, of duplicate and of each foreign set, the padding
+// rows and, in plain mode, the flags.
 //
 // A row at or beyond its destination's capacity has no place there: preprocess gives its list entries `NO_ROW`, and nothing is
 // written for them.
@@ -40,10 +41,10 @@
 // peers, so the output is complete when a kernel without a fault ends.
 //
 // A wait that fails reports the fault and ends the worker's role. Later waits of all workers end at the abort word. Once begun,
-// send does not look at the abort word: it completes its items, also towards a rank that has died. After a fault the output is
-// undefined, and slow peers may still write to its memory, even after the program has freed it. So the buffer hands out no more
-// memory once its host has noticed the fault (docs/semantics.md). docs/protocol.md lists the words that ranks share, and says
-// what a fault leaves unprotected until then.
+// send does not look at the abort word: it completes its items, including the stores to a rank that has died. After a
+// fault the output is undefined, and slow peers may still write to its memory, even after the program has freed it. So
+// the buffer hands out no more memory once its host has noticed the fault (docs/semantics.md). docs/protocol.md lists
+// the words that ranks share, and says what a fault leaves unprotected until then.
 //
 // Variants, chosen by `KernelKey::program` (src/device.rs): RAILS (0: one NVLink domain; 1: several, docs/cuda-rails.md),
 // PAYLOAD_VARIANT (payload_copy.cuh, payload_quantize.cuh), COPY_VARIANT (copy_bulk.cuh, copy_plain.cuh), E4M3_VARIANT
@@ -112,7 +113,8 @@ __device__ inline void enter(const DispatchParams& p, u32 epoch) {
     if (RAILS && !has_given_up(p.common)) announce_rows(p, epoch);
 }
 
-// `WARPS` is the largest number of warps of a block. A launch has fewer if the rings of that many do not fit.
+// `WARPS` is the largest number of warps of a block. A launch has fewer warps if the rings of that many warps do not
+// fit.
 extern "C" __global__ void __launch_bounds__(WARPS* WARP, 1) dispatch(const __grid_constant__ DispatchParams p) {
     extern __shared__ __align__(128) u8 memory[];
     __shared__ u64 barriers[MOST_STAGES];

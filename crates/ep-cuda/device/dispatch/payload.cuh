@@ -1,9 +1,9 @@
 // The form in which a token is sent. The macro PAYLOAD_VARIANT names the file that defines it: payload_copy.cuh (rows
-// are sent unchanged) or payload_quantize.cuh (bf16 to FP8). Other files use these names of it:
+// are sent unchanged) or payload_quantize.cuh (bf16 to FP8). Other files use these of its names:
 //
 //   QUANTIZES       u32, 0 or 1: whether a worker has `SCALE_BUFFER_BYTES` bytes behind its ring (src/shared.rs)
 //   scales_of       the part of a row of scales that is sent with a piece. The parts of all pieces make up the row.
-//   TokenScales     the scales of a token. `expect` is called for each (token, piece), one ahead; `take` is called
+//   TokenScales     the scales of a token. `expect` is called for each (token, piece), one pair ahead; `take` is called
 //                   after `prepare` of the same (token, piece).
 //   PayloadBuffers  made once per worker, from the address of the bytes behind its ring. `prepare` turns a stage with
 //                   a piece of an input row into a `Payload`, which stays valid until the next `prepare`. `sent` is

@@ -12,7 +12,7 @@ constexpr float LARGEST = 3.4028235e38f;
 
 __device__ inline u32 scale_block(u32 format) { return format == SCALES_UE8M0_32 ? 32 : 128; }
 
-// `amax / 448`, rounded as a division: the product with the reciprocal, corrected by its remainder.
+// `amax / 448`, rounded like a division: the product with the reciprocal, corrected by its remainder.
 __device__ inline float divided_by_448(float amax) {
     constexpr float RECIPROCAL = 1.0f / 448.0f;
     const float quotient = __fmul_rn(amax, RECIPROCAL);
@@ -21,8 +21,8 @@ __device__ inline float divided_by_448(float amax) {
     return amax <= LARGEST ? __fmaf_rn(rest, RECIPROCAL, quotient) : amax;
 }
 
-// `1 / scale`, rounded as a division; 0 for an infinite scale. Correct for the scales of this file: the finite ones and their
-// reciprocals are normal numbers, so no other special cases of a division are needed.
+// `1 / scale`, rounded like a division; 0 for an infinite scale. Correct for the scales of this file: the finite ones
+// and their reciprocals are normal numbers, so no other special cases of a division are needed.
 __device__ inline float reciprocal(float scale) {
     const float close = rcp_approx(scale);
     const float corrected = __fmaf_rn(__fmaf_rn(-scale, close, 1.0f), close, close);
@@ -45,9 +45,9 @@ __device__ inline Scale scale_for(float amax) {
     return {__uint_as_float(exponent == 254 ? 0x400000 : (254 - exponent) << 23), exponent};
 }
 
-// Quantises `at_once` vectors of eight values per lane, in place, from vector `first` on; codes move to the front of
-// the stage. `lanes` adjacent vectors share a scale. `all`: every lane has a vector; otherwise the last vector is
-// `count` - 1.
+// Quantises `at_once` vectors of eight values per lane, in place, beginning with vector `first`; codes move to the
+// front of the stage. `lanes` adjacent vectors share a scale. `all`: every lane has a vector; otherwise the last vector
+// is `count` - 1.
 template <u32 at_once, bool power_of_two, bool all>
 __device__ inline void quantize_some(uint4* stage, u32 first, u32 count, u32 lanes, u8* scales) {
     float value[at_once][8];
@@ -122,7 +122,7 @@ struct PayloadBuffers {
     __device__ explicit PayloadBuffers(u8* memory) : scales(memory) {}
 
     __device__ Payload prepare(const DispatchParams& p, u8* stage, u32 piece) {
-        // Before the scales of the previous piece are overwritten, all lanes have read them.
+        // All lanes must have read the scales of the previous piece before `quantize` overwrites them.
         __syncwarp();
         const u32 vectors = piece_bytes_at(p, piece) / 16;
         const u32 lanes = scale_block(p.scale_format) / 8;

@@ -1,12 +1,12 @@
-// Role send: reads each of this rank's tokens once and stores it to its first row on every other rank, to all its rows on this
-// rank and, with rails, to the lanes. Then stores the weights and, in plain mode, the map of local experts, and sets the
-// item's flag on every peer and in the `out_flags` of every other domain.
+// The send role: reads each of this rank's tokens once and stores it to its first row on every other rank, to all its
+// rows on this rank and, with rails, to the lanes. Then stores the weights and, in plain mode, the map of local
+// experts, and sets the item's flag on every peer and in the `out_flags` of every other domain.
 //
-// What a warp in this role may access, and when: until the handshakes have come, only the input and the lists of its rank (the
-// lists unless the abort word is set), its ring and `items_taken`; then also the outputs of all ranks of the domain, and lanes. It
-// loads into a stage again when the stores have read it (ring.cuh), sets a flag when the stores to other ranks have completed, and
-// stores nothing to a peer after its last flag there. A lane to another domain needs no wait of its own (docs/cuda-rails.md,
-// "Reuse").
+// What a warp in this role may access, and when: until the handshakes have arrived, only the input and the lists of its
+// rank (the lists only if the abort word is not set), its ring and `items_taken`; then also the outputs of all ranks of
+// the domain, and lanes. It loads into a stage again when the stores have read it (ring.cuh), sets a flag when the
+// stores to other ranks have completed, and stores nothing to a peer after its last flag there. A lane to another
+// domain needs no wait of its own (docs/cuda-rails.md, "Reuse").
 #pragma once
 #include PAYLOAD_VARIANT
 #include "rails.cuh"
@@ -278,8 +278,8 @@ struct Completion {
         else publish<1>(tell);
     }
 
-    // `since`: at least so many tokens were committed after the item's last one. The groups of stores of these tokens, and that
-    // token's group to this rank, may still be in flight.
+    // `since`: at least this many tokens were committed after the item's last token. Their groups of stores, and the
+    // last token's group of stores to this rank, may still be in flight.
     template <u32 since, class Tell>
     __device__ void publish(const Tell& tell) {
         await_stores<GROUPS_PER_TOKEN * since + 1>();
@@ -292,7 +292,7 @@ struct Completion {
 // One worker in the send role. The constructor reads what needs no peer: the lists of the first item, and its first tokens.
 //
 // Lists are read one batch ahead (`next`), and tokens as far ahead as the ring has room (`ahead`). A walk that has come to the end of
-// its item goes on when the next batch names another item.
+// its item goes on when the next batch names a different item.
 struct Sender {
     const DispatchParams& p;
     const PeerView* const peers;

@@ -21,7 +21,8 @@ __device__ inline void count_block(const Columns& column, const Tile& tile, u32 
         block_columns[blockIdx.x * column.count() + at] = run[at];
 }
 
-// `experts`: 0 if the rows are too many to number. If only their weights are (plain mode), the number of weights of a row.
+// Reports that there are too many rows, or in plain mode too many weights, to number them. `experts`: 0 for rows; the
+// number of weights of a row for weights.
 __device__ inline void too_many(const PreprocessParams& p, u32 rank, u64 rows, u32 experts) {
     report_own(p.common, FAULT_TOO_MANY_ROWS, rank, rows, experts, 0);
 }
@@ -58,7 +59,7 @@ __device__ inline u32* counts_at(const PreprocessParams& p, Control* control, u3
 }
 
 // Writes this rank's counts to all ranks of its domain, then sends the handshake, whose release order covers the
-// counts: the barrier orders them before it. Called by all threads of one block.
+// counts: the barrier orders the counts before the handshake. Called by all threads of one block.
 __device__ inline void send_counts(const PreprocessParams& p, const u32* totals, u32 epoch) {
     const Common& c = p.common;
     const Columns column(c);
@@ -77,9 +78,9 @@ __device__ inline void send_counts(const PreprocessParams& p, const u32* totals,
     send_handshake(c, handshake, epoch);
 }
 
-// Awaits the counts of the foreign sets that this rank forwards, and writes them to all ranks of its domain, as those
-// of the ranks whose tokens they are. Returns false, after the fault was reported, if they do not come. Called by all
-// threads of one block.
+// Awaits the counts of the foreign sets that this rank forwards, and writes them to all ranks of its domain, as the
+// counts of the ranks whose tokens the sets have. Returns false, after the fault was reported, if they do not arrive.
+// Called by all threads of one block.
 __device__ inline bool forward_counts(const PreprocessParams& p, u32 epoch) {
     const Common& c = p.common;
     bool fine = true;
@@ -90,7 +91,7 @@ __device__ inline bool forward_counts(const PreprocessParams& p, u32 epoch) {
     const u32 first = c.owner_begin[domain_begin(c)], experts = c.owner_begin[domain_end(c)] - first;
     const u32 words = 1 + experts + domain_size(c);
     for_each_other_domain(c, [&](u32 domain) {
-        // Section 0 begins at 0.
+        // Section 0, the counts, begins at offset 0 of the lane.
         const auto* counts = reinterpret_cast<const u32*>(in_lane(c, epoch, domain));
         const u32 rows = seen_plan(c, epoch, domain).rows;
         const u32 source = rail_peer(c, domain);
@@ -200,7 +201,7 @@ __device__ inline void permuted_bases(const PreprocessParams& p, const Bases& ba
             }
         }
     }
-    // Before lane 0 overwrites the limit, all lanes have read it.
+    // All lanes must have read the limit before lane 0 overwrites it.
     __syncwarp();
     if (lane_id() != 0) return;
     bases.limit[rank] = start <= limit ? NONE : limit;

@@ -111,7 +111,7 @@ __device__ inline void emit_rail_copy(const PreprocessParams& p, const Cursors& 
     const u32 here = tile.sends_here(token), below = tile.sends_below(domain, token);
     Send entry = Send::of(c.ranks + domain, cursors.rail_row(domain, token));
     if (here + below + 1 == tile.of_token(tile.sends(), token)) entry.mark(Send::TOKEN_END);
-    // combine adds the sums of the domains before this one to each other, as it adds this rank's rows.
+    // combine adds the sums of the domains below this one to each other first, as it does with this rank's rows.
     const bool before = domain < c.rails.domain;
     if (!before || below == 0) entry.mark(Send::GROUP_FIRST);
     if (!before || below + 1 == tile.sends_below(c.rails.domain, token)) entry.mark(Send::GROUP_END);
@@ -140,7 +140,7 @@ __device__ inline void emit_copy(const PreprocessParams& p, const Cursors& curso
         kept && (!h.permuted || last_kept(cursors, bases, token, position, end, limit));
     const u32 kept_row = kept ? row : NO_ROW;
 
-    // In `sends` each lower rank has one entry; in permuted mode this rank has one per copy.
+    // In `sends`, each lower rank that has copies has one entry; in permuted mode, this rank has one entry per copy.
     const u32 token_sends = cursors.sends(token);
     u32 copy = cursors.copies(token) + among_rank, send = token_sends;
     for (u32 below = 0; below < rank; below++) {

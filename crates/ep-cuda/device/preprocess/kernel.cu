@@ -17,12 +17,12 @@
 //
 // A wait that fails reports the fault. The lists are then incomplete.
 //
-// Reuse. Counts and handshakes have a copy for even and one for odd epochs: a peer writes those of epoch + 2 after it has
-// seen this rank's handshake of epoch + 1, which this rank sends after this kernel. `block_columns` belongs to one operator
+// Reuse. Counts and handshakes exist twice, for even and odd epochs: a peer writes those of epoch + 2 after it has seen
+// this rank's handshake of epoch + 1, which this rank sends after this kernel. `block_columns` belongs to one operator
 // at a time; the barriers order its two halves (docs/protocol.md). Masks lie in lanes (docs/cuda-rails.md, "Reuse").
 //
-// Variants: with or without RAILS. The form of the routing is a parameter, `p.form`: a `RoutingForm` (params.rs) with its
-// case in `Tile::load` (tile.cuh), `Lists` (src/routing.rs) and `Form` of the roles' tests.
+// Variants: with or without RAILS. The form of the routing is a parameter, `p.form`: a `RoutingForm` (params.rs). Each
+// form has its case in `Tile::load` (tile.cuh), in `Lists` (src/routing.rs) and in `Form` of the roles' tests.
 #include "routing.cuh"
 
 // Calls `visit` for each of the tiles [begin, end) of this block, with the sums of the tokens before it in `run`.
@@ -34,14 +34,14 @@ __device__ inline void for_each_tile(const Tile& tile, u32 begin, u32 end, bool 
     for (u32 at = begin; at < end; at++) {
         if (several) load(at);
         visit();
-        // Before the sums change, all threads have read them.
+        // All threads must have read the sums before they change.
         __syncthreads();
         if (at + 1 < end) tile.add_to(run);
     }
 }
 
-// The foreign sets that this rank forwards, one after the other: their routing is the masks that rail peers have sent.
-// Called by all threads of all blocks.
+// Counts and emits the foreign sets that this rank forwards, one after the other. Their routing is the masks that rail
+// peers have sent. Called by all threads of all blocks.
 __device__ inline void emit_sets(const PreprocessParams& p, Tile& tile, const Columns& column, const Bases& bases,
                                  u32* run, u32* totals, u32* copies_begin, u32* tokens_begin, u32 epoch) {
     const Common& c = p.common;
@@ -63,8 +63,8 @@ __device__ inline void emit_sets(const PreprocessParams& p, Tile& tile, const Co
         const u32 tiles = div_up(rows, p.tile), per_block = div_up(tiles, gridDim.x);
         const u32 begin = min(tiles, blockIdx.x * per_block), end = min(tiles, begin + per_block);
         const auto load = [&](u32 at) { tile.load(at * p.tile, min(p.tile, rows - at * p.tile)); };
-        // `block_columns` has two halves, which sets use in turn: a block may write the sums of a set while other blocks read those
-        // of the set before.
+        // `block_columns` has two halves, which sets use alternately: a block may write the sums of a set while other
+        // blocks read those of the previous set.
         u32* sums = p.block_columns + (turn & 1) * gridDim.x * column.count();
         count_block(column, tile, begin, end, load, run, sums);
         fine = all_blocks(c, &c.own->more_arrived[turn]);
@@ -79,7 +79,7 @@ __device__ inline void emit_sets(const PreprocessParams& p, Tile& tile, const Co
     });
 }
 
-// The ends of `rail_begin`, and the numbers of rows of all foreign sets. Called by all threads of one block.
+// Writes the ends of `rail_begin`, and the numbers of rows of all foreign sets. Called by all threads of one block.
 __device__ inline void finish_rails(const PreprocessParams& p, const Columns& column, const u32* totals, u32 epoch) {
     const Common& c = p.common;
     const HandleView& h = p.handle;
@@ -102,7 +102,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) preprocess(const __grid
     const Columns column(c);
     const u32 epoch = c.own->epoch + 1;
     const u32 segments = max(c.experts, c.ranks);
-    // The 64-bit numbers first, because of their alignment.
+    // The 64-bit numbers come first, because of their alignment.
     auto* row_totals = reinterpret_cast<u64*>(shared);
     u32* memory = shared + 2 * segments;
     const auto take = [&](u32 words) {
@@ -145,7 +145,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) preprocess(const __grid
         }
         if (RAILS) {
             if (blockIdx.x == 0) finish_rails(p, column, totals, epoch);
-            // Before the sums change, all threads have read them.
+            // All threads must have read the sums before they change.
             __syncthreads();
             emit_sets(p, tile, column, bases, run, totals, copies_begin, tokens_begin, epoch);
         }

@@ -37,7 +37,7 @@ __device__ inline void emit_masks(const PreprocessParams& p, const Cursors& curs
             const u32 token = at / words, word = at % words, from = begin + 32 * word;
             if (!tile.goes_to(domain, token)) continue;
             const u32* row = tile.row(token);
-            // The bits [from, from + 32) of the row, of which those from `end` on are not of `domain`.
+            // The bits [from, from + 32) of the row. Those at or beyond `end` do not belong to `domain`.
             const u32 low = row[from / 32] >> from % 32;
             const u32 high = from % 32 != 0 && from / 32 + 1 < tile.row_words ? row[from / 32 + 1] << (32 - from % 32) : 0;
             const u32 count = min(end - from, 32u);
@@ -69,6 +69,7 @@ __device__ inline bool send_routing(const PreprocessParams& p, const Columns& co
         if (threadIdx.x == 0) st_release_sys(rail_end(c, epoch, domain)->out_flags, epoch);
         publish_plan(c, epoch, domain, head, [&](u32) { return make_uint2(head.rows, head.copies); });
     });
-    // The caller overwrites `totals`, which other threads may still read: they would come to another result.
+    // A barrier: the caller may overwrite `totals`, and a thread that still reads `totals` could then find a different
+    // number of copies, and return a different result.
     return __syncthreads_and(fine);
 }

@@ -179,7 +179,7 @@ struct Tile {
     // The number of one token in scan `which`.
     __device__ u32 of_token(u32 which, u32 token) const { return scan(which)[token + 1] - scan(which)[token]; }
 
-    // Reads the routing of `number` tokens from token `from` on. Called by all threads of the block.
+    // Reads the routing of `number` tokens, beginning with token `from`. Called by all threads of the block.
     __device__ void load(u32 from, u32 number);
 
     // Adds this tile to the column sums. Called by all threads of the block.

@@ -14,7 +14,7 @@ use ep::{Backend as _, Config, DispatchInput, DispatchMode, DispatchOutput, Prob
 use ep_cuda::{CudaBuffer, CudaHandle, CudaMemory};
 use libloading::Library;
 
-/// Set in the process that has the driver.
+/// The environment variable that is set in the process with the fake driver.
 pub(crate) const INSIDE: &str = "HYBRID_EP_LIFETIME_TEST";
 /// Longer than any step of a test: a step that takes this long hangs.
 pub(crate) const HANG: Duration = Duration::from_secs(60);
@@ -46,7 +46,7 @@ impl Driver {
         context
     }
 
-    /// A stream of the caller, as those of PyTorch.
+    /// A stream of the caller, like those of PyTorch.
     pub(crate) fn stream(&self) -> *mut c_void {
         self.ask("fake_stream")
     }
@@ -153,8 +153,8 @@ pub(crate) fn text(output: &Output) -> String {
     out + &err
 }
 
-/// A test that runs in a child process with the fake driver; in the parent process, starts that child. Runs with a
-/// driver from before and one from after CUDA 12.5, because they are polled for idleness in different ways.
+/// A test that runs in a child process with the fake driver; in the parent process, starts that child. Runs once with a
+/// driver from before CUDA 12.5 and once with a later one, because the two are polled for idleness in different ways.
 macro_rules! inside {
     ($name:ident, $driver:ident => $body:block) => {
         #[test]
@@ -200,7 +200,7 @@ pub(crate) fn preprocess(buffer: &mut CudaBuffer) -> CudaHandle {
     buffer.preprocess(&routing, DispatchMode::permuted(4).unwrap(), Some(CAPACITY)).unwrap()
 }
 
-/// Dispatches two tokens; the memory that they are received in.
+/// Dispatches two tokens. Returns the memory in which they are received.
 pub(crate) fn dispatch(buffer: &mut CudaBuffer, handle: &CudaHandle) -> CudaMemory {
     let tokens = buffer.alloc(2 * 2 * HIDDEN).unwrap();
     let mut received = buffer.alloc(CAPACITY * 2 * HIDDEN).unwrap();

@@ -53,7 +53,7 @@ fn unbounded(routings: Vec<Routing>, form: Form, mode: DispatchMode) -> Plan {
     Plan { routings, form, mode, capacity, chunk_tokens: 1 }
 }
 
-/// Handles whose memory is reused while other handles are in use. Every operator has even and odd epochs.
+/// Handles whose memory is reused while other handles are in use. Every operator runs in even and odd epochs.
 fn steps(copies: Copies) -> Script {
     let mut script = Script::new(
         &format!("steps {copies:?}"),
@@ -69,7 +69,7 @@ fn steps(copies: Copies) -> Script {
     let second = script.preprocess(unbounded(top_k(&world, &[4, 11], 4, 2), Form::TopKWide, pad(1)), 1);
     script.combine(&first, f32_on_wire);
     script.dispatch(&second, Dispatch { probs: Probs::Dense, ..dispatch(copies, hidden) });
-    // The first handle's memory, two operators after its last use: the earliest time at which the arena reuses it.
+    // Reuses the first handle's memory two operators after its last use, the earliest time at which the arena does so.
     let third = script.preprocess(unbounded(top_k(&world, &[5, 5], 2, 3), Form::Rows, PLAIN), 0);
     script.combine(&second, combine(copies, hidden));
     script.dispatch(&third, Dispatch { probs: Probs::Skip, ..dispatch(copies, hidden) });
@@ -159,7 +159,8 @@ fn sums(copies: Copies) -> Script {
     for (element, wire) in all.clone() {
         script.combine(&wide, Combine { element, wire, ..combine(copies, 1032) });
     }
-    // Several rows of a token, in slices that are full (3,584 elements of bf16), of an odd number of turns, and of several segments.
+    // Several rows of a token. The slices have an odd number of turns (rows of 520 elements), or are full (3,584
+    // elements of bf16 are two full slices), or belong to several segments (3,600).
     let rows = script.preprocess(unbounded(top_k(&world, &[2, 1], 6, 18), Form::TopK, pad(1)), 0);
     for (element, wire) in all {
         for hidden in [520, 3584, 3600] {
@@ -286,7 +287,7 @@ fn edges(copies: Copies) -> Vec<Script> {
         BLOCKS,
     );
     let world = nothing.world().clone();
-    // The last with many tokens to an item, none of which is stored: what synchronises the lanes of a warp at a store is missing.
+    // The last handle has many tokens in an item, none of which is stored: no store synchronises the lanes of a warp.
     for (tokens, memory, chunk_tokens) in [([0, 0, 0], 0, 1), ([0, 3, 0], 1, 1), ([40, 0, 31], 0, 9)] {
         let none = |rank: Rank| {
             let cells = 3 * tokens[rank.index()];
@@ -369,7 +370,7 @@ pub(crate) fn faults() -> Vec<Script> {
     mismatch.fails(&[Fault::Mismatch, Fault::Aborted], None);
     cases.push(mismatch);
 
-    // Of rank 1: expert 6 of 6; twice the first choice; a weight that is no number.
+    // Inputs of rank 1: expert index 6 where there are 6 experts; one expert twice for a token; a weight that is NaN.
     let index = 6i32.to_le_bytes().repeat(8);
     let twice = 2i32.to_le_bytes().repeat(8);
     let weights = f32::NAN.to_le_bytes().repeat(8);
@@ -385,7 +386,7 @@ pub(crate) fn faults() -> Vec<Script> {
         cases.push(script);
     }
 
-    // On one machine, and on a machine per domain.
+    // On one machine, and with a machine per domain.
     cases.extend(faults_across_rails("", |script| script));
     cases.extend(faults_across_rails(" on another machine", Script::apart));
 
@@ -469,15 +470,15 @@ fn faults_across_rails(place: &str, placed: impl Fn(Script) -> Script) -> Vec<Sc
     wrong.fails(&[Fault::Index, Fault::Aborted], Some(2));
     cases.push(wrong);
 
-    // Rank 2, whose blocks have several tiles, finds it before it announces its set.
+    // Rank 2, whose blocks have several tiles, finds the fault before it announces its set.
     let mut much = rails("a set with too many copies");
     much.bounds(96, 100);
     much.preprocess(unbounded(top_k(much.world(), &[5, 4, 90, 3], 4, 29), Form::TopK, pad(2)), 0);
     much.fails(&[Fault::RailCopies, Fault::Aborted], Some(2));
     cases.push(much);
 
-    // Rank 2 fails after it has sent its masks. Its domain fails with it, and the other domain has everything. What rank 2
-    // runs behind it has no lists, so it must not announce rows.
+    // Rank 2 fails after it has sent its masks. Its domain fails with it, and the other domain has everything. The
+    // operators that rank 2 runs after the failed one have no lists, so they must not announce rows.
     let mut behind = rails("operators of another domain behind one that failed");
     let handle = behind.preprocess(far(&behind), 0);
     behind.otherwise(2, "most copies", 1);

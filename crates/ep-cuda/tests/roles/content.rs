@@ -1,4 +1,4 @@
-//! Random content, the same everywhere.
+//! Random content, the same in every run.
 
 /// splitmix64.
 pub(crate) struct Random(pub(crate) u64);
@@ -11,7 +11,7 @@ impl Random {
         z ^ z >> 31
     }
 
-    /// A value of either sign, of `2^-orders` to `2^orders`.
+    /// A value of either sign with a magnitude from `2^-orders` to `2^orders`.
     pub(crate) fn float(&mut self, orders: u64) -> f32 {
         let bits = self.next();
         let exponent = 127 - orders + bits % (2 * orders);

@@ -41,7 +41,7 @@ fn file(name: &str) -> &'static PathBuf {
     files().iter().find(|path| path.ends_with(name)).unwrap()
 }
 
-/// Calls `run` for all jobs, on all cores, and returns what it says.
+/// Calls `run` for all jobs, on all cores, and returns its results in any order.
 fn on_all_cores<T: Sync, R: Send>(jobs: &[T], run: impl Fn(&T) -> R + Sync) -> Vec<R> {
     let next = AtomicUsize::new(0);
     let work = || {
@@ -58,7 +58,7 @@ fn on_all_cores<T: Sync, R: Send>(jobs: &[T], run: impl Fn(&T) -> R + Sync) -> V
     })
 }
 
-/// Runs every case with these seeds; cases with rails, which take several times as long, with every third one.
+/// Runs every case with these seeds; cases with rails, which take several times as long, with every third seed.
 fn run_all(program: &Program, seeds: Range<u64>) {
     let rails =
         |file: &PathBuf| file.file_name().is_some_and(|name| name.to_string_lossy().starts_with("rails"));

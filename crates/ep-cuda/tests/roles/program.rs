@@ -122,7 +122,8 @@ impl Program {
     }
 }
 
-/// The machine, and every kernel in every variant that runs on a CPU: all but conversions to FP8 by the instruction.
+/// The machine, and every kernel in every variant that runs on a CPU: all except those that convert to FP8 by the
+/// instruction.
 fn units() -> Vec<Unit> {
     let quoted = |text: &str| format!("\"{text}\"");
     let unit = |name: &str, source, seen, defines| Unit {

@@ -22,7 +22,7 @@ impl Record {
     }
 }
 
-/// Words of 64 bits, and bytes with their number before them.
+/// Words of 64 bits, and byte arrays with their length before them.
 #[derive(Default)]
 pub(crate) struct File(pub(crate) Vec<u8>);
 

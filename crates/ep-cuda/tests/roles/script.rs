@@ -11,7 +11,7 @@ use crate::content::Random;
 use crate::program::{PAIRS, RAILS};
 use crate::record::{File, Record, floats, words};
 
-/// The content of outputs before an operator, as `POISON` of the program.
+/// The content of outputs before an operator, like `POISON` of the program.
 const POISON: u8 = 0xA7;
 /// "No bound".
 const NONE: u32 = u32::MAX;
@@ -80,7 +80,7 @@ pub(crate) enum Probs {
     Dense,
 }
 
-/// As `FaultKind` of the kernels.
+/// Codes of the kernels' `FaultKind`.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Fault {
     None = 0,
@@ -99,7 +99,7 @@ pub(crate) enum Fault {
     Unreachable = 15,
 }
 
-/// As `GoneWord` of the kernels.
+/// Codes of the kernels' `GoneWord`.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Gone {
     Left = 1,
@@ -126,7 +126,7 @@ struct Operator {
 }
 
 impl Script {
-    /// `owners`: the rank of each expert; `blocks` of dispatch and combine.
+    /// `blocks`: the number of blocks of dispatch and combine.
     pub(crate) fn new(name: &str, world: World, blocks: u64) -> Self {
         let seed = name.bytes().fold(0, |seed: u64, byte| seed.wrapping_mul(31).wrapping_add(byte.into()));
         let mut owners = Record::default();
@@ -143,7 +143,7 @@ impl Script {
         owners.number("domains", world.topology().domains());
         owners.number("machines", 1);
         owners.number("leaves", 0);
-        // The most rows and copies of a set, and the rows of a chunk.
+        // Maximum number of rows and of copies of a set, and the rows of a chunk.
         owners.number("set rows", 24);
         owners.number("set copies", 24 * 6);
         owners.number("rail chunk rows", 3);
@@ -151,13 +151,14 @@ impl Script {
         Self { name: name.into(), world, owners, operators: Vec::new(), random: Random(seed), pairs: false }
     }
 
-    /// The last operator of this rank: it leaves before its proxy has sent anything of it.
+    /// Makes the last operator this rank's last one: the rank leaves before its proxy has sent anything of that
+    /// operator.
     pub(crate) fn leaves(&mut self, rank: usize) {
         self.owners.number("leaves", rank + 1);
         self.is_gone(rank, Gone::Left);
     }
 
-    /// Each domain is on a machine of its own: ranks see no memory of other domains.
+    /// Puts each domain on a machine of its own: ranks see no memory of other domains.
     pub(crate) fn apart(mut self) -> Self {
         self.owners.number("machines", self.world.topology().domains());
         self
@@ -341,7 +342,7 @@ impl Script {
             })
             .collect();
         let name = |element| if element == Element::F32 { "f32" } else { "bf16" };
-        // Both kinds of teams where there are two, by turns.
+        // Where teams of one and of two consumers are possible, the combines use them in turn.
         let one_row_of_a_rank = plan.mode == DispatchMode::Plain && self.world.topology().domains() == 1;
         let both = one_row_of_a_rank && (element, wire) == (Element::Bf16, Element::Bf16);
         self.pairs ^= both;
@@ -355,7 +356,7 @@ impl Script {
         for row in 0..received.shape.allocated_rows() {
             let holds_token = received.rows.get(row).is_some_and(Option::is_some);
             for _ in 0..spec.hidden {
-                // Of very different magnitudes, so that the order of a sum affects its result.
+                // Values of very different magnitudes, so that the order of a sum affects its result.
                 let bits = if holds_token { self.random.float(12).to_bits() } else { f32::NAN.to_bits() };
                 match spec.element {
                     Element::Bf16 => bytes.extend(((bits >> 16) as u16).to_le_bytes()),
@@ -387,13 +388,13 @@ impl Script {
         self.operators.last_mut().unwrap().ranks[rank].number(name, value);
     }
 
-    /// Sets the most rows and copies of a set, which are those of `new` otherwise.
+    /// Sets the maximum number of rows and of copies of a set, in place of those of `new`.
     pub(crate) fn bounds(&mut self, rows: usize, copies: usize) {
         self.owners.number("set rows", rows);
         self.owners.number("set copies", copies);
     }
 
-    /// As [`otherwise`](Self::otherwise), for an input.
+    /// Like [`otherwise`](Self::otherwise), for an input.
     pub(crate) fn other_input(&mut self, rank: usize, name: &'static str, bytes: Vec<u8>) {
         self.operators.last_mut().unwrap().ranks[rank].input(name, bytes);
     }
@@ -452,7 +453,7 @@ impl Copies {
     }
 }
 
-/// As `scale_code` of the crate.
+/// Like `scale_code` of the crate.
 fn scale_code(format: TokenFormat) -> usize {
     match format.scales() {
         None => 0,

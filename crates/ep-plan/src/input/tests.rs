@@ -189,14 +189,14 @@ fn mistakes_are_reported_with_line_and_key() {
         (
             "work = \"forward\"",
             "dense_gradient_compression = \"int4\"",
-            "plan.toml:31:30: options.dense_gradient_compression: unknown codec `int4`: possible are `exact`, `int8` and \
+            "plan.toml:31:30: options.dense_gradient_compression: unknown codec `int4`: the codecs are `exact`, `int8` and \
              `topk`",
         ),
         (
             "work = \"forward\"",
             "dense_gradient_compression = \"topk:0\"",
-            "plan.toml:31:30: options.dense_gradient_compression: density `0` of the codec `topk`: it must be a number \
-             of more than 0 and at most 1",
+            "plan.toml:31:30: options.dense_gradient_compression: density `0` of the codec `topk`: it must be a number, \
+             more than 0 and at most 1",
         ),
         (
             "work = \"forward\"",

@@ -2,7 +2,7 @@
 #include "cuda.hpp"
 #include "kernels.hpp"
 
-// Every kernel has names of its own, since variants of one kernel are one program here.
+// The names of each kernel are local to its file, because all variants of a kernel are in one program here.
 namespace {
 
 #include "combine/kernel.cu"

@@ -1,4 +1,4 @@
-// CUDA's own words, for a C++ compiler.
+// CUDA's keywords, types and built-in functions, for a C++ compiler.
 #pragma once
 #include <algorithm>
 #include <bit>
@@ -57,7 +57,7 @@ inline int __float2int_rn(float value) { return static_cast<int>(std::lrintf(val
 
 // ---- lanes together
 //
-// Shuffles and votes order no memory: that is what __syncwarp is for.
+// Shuffles and votes order no memory; only __syncwarp does.
 
 inline void check_mask(unsigned mask) {
     if (mask != 0xFFFFFFFFu) machine::fail("a meeting of the lanes %08x: these kernels let all lanes meet", mask);

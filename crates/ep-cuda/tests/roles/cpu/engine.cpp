@@ -1,6 +1,6 @@
 // Asynchronous copies. A copy is made when a lane waits for it or, by chance, earlier; other copies in flight may be made
-// before or after it. For ThreadSanitizer, each copy is a thread that comes after what the machine guarantees, and before
-// those lanes only that have waited for it.
+// before or after it. For ThreadSanitizer, each copy is a thread. It comes after only those accesses that a GPU orders
+// before the copy, and before only those lanes that have waited for it.
 #include <span>
 
 #include "lanes.hpp"
@@ -43,14 +43,14 @@ void end_phase_if_complete(Barrier& barrier) {
 
 // ---- moving bytes
 
-// Volatile: ThreadSanitizer sees the memcpy that a plain loop may become.
+// Volatile, because the compiler may turn a plain loop into memcpy, which ThreadSanitizer sees.
 void move(void* to, const void* from, u32 bytes) {
     auto* target = static_cast<volatile u64*>(to);
     auto* source = static_cast<const volatile u64*>(from);
     for (u32 at = 0; at < bytes / 8; at++) target[at] = source[at];
 }
 
-// For reports: who has asked for the copy.
+// For ThreadSanitizer's reports: the caller that has asked for the copy.
 class Called {
 public:
     explicit Called(const void* caller) { tsan::enter(caller); }
@@ -67,7 +67,8 @@ Sync& of_group(Sync (&all)[Groups::KEPT], u32 group) { return all[group % Groups
 
 // ---- bulk copies
 
-// A load: all of it. A store: its source is read, then its target is written.
+// Advances a copy. A load is made at once. A store takes two calls: the first reads the source, the second writes the
+// target.
 void advance(Unit& unit) {
     if (unit.phase == Unit::Phase::read) {
         const tsan::As writer(unit.writer);
@@ -100,7 +101,7 @@ void advance(Unit& unit) {
     unit.phase = Unit::Phase::idle;
 }
 
-// One of the units for which `which` holds, any; null if there is none.
+// A random one of the units for which `which` holds; null if there is none.
 template <class Which>
 Unit* any_unit(std::span<Warp> warps, const Which& which) {
     Unit* found = nullptr;
@@ -111,7 +112,7 @@ Unit* any_unit(std::span<Warp> warps, const Which& which) {
     return found;
 }
 
-// The same, of one warp.
+// The same for the units of one warp.
 template <class Which>
 Unit* any_unit(Warp& warp, const Which& which) {
     return any_unit(std::span(&warp, 1), which);
@@ -182,7 +183,7 @@ void make_lane_copy(Lane& lane, u32 at) {
     }
 }
 
-// The number of a set bit, any.
+// The number of a random set bit.
 u32 any_bit(u64 bits) {
     u32 skip = world.random.below(static_cast<u32>(__builtin_popcountll(bits)));
     for (; skip != 0; skip--) bits &= bits - 1;
@@ -191,7 +192,7 @@ u32 any_bit(u64 bits) {
 
 // ---- groups
 
-// All groups but the youngest `pending` are over: what comes next has seen them.
+// All groups but the youngest `pending` are over: what follows comes after them.
 void see_groups(const Groups& groups, const Sync (&which)[Groups::KEPT], u32 pending) {
     const u32 kept = Groups::KEPT - pending;
     const u32 end = groups.open > pending ? groups.open - pending : 0;

@@ -1,4 +1,4 @@
-// What the machine keeps of ranks, blocks, warps and lanes.
+// The machine's state of ranks, blocks, warps and lanes.
 //
 // Nothing here may be touched by code that ThreadSanitizer has instrumented or intercepts: no memcpy, and no allocation
 // once lanes run.
@@ -33,11 +33,11 @@ struct Random {
         return z ^ z >> 31;
     }
     u32 below(u32 bound) { return static_cast<u32>(next() % bound); }
-    // Never, for 0.
+    // Never true for 0.
     bool one_in(u32 times) { return times != 0 && below(times) == 0; }
 };
 
-// An address by which ThreadSanitizer knows an order.
+// An address that stands for an order in ThreadSanitizer.
 using Sync = u64;
 
 // The groups of asynchronous copies of a lane. They are numbered as they are committed.
@@ -48,7 +48,7 @@ struct Groups {
     Sync done[KEPT];
 };
 
-// Sixteen bytes on their way to the lane that asked for them.
+// An asynchronous copy of 16 bytes by a lane.
 struct LaneCopy {
     u8* to;
     const u8* from;
@@ -56,10 +56,10 @@ struct LaneCopy {
     Sync issued;
 };
 
-// What follows on copies of a lane.
+// An arrival at an mbarrier that follows copies of a lane.
 struct Arrival {
     u64* barrier = nullptr;
-    u64 copies = 0;  // those that are not made yet, bit by bit
+    u64 copies = 0;  // one bit per copy that is not made yet
     Sync issued = 0;
 };
 
@@ -79,7 +79,7 @@ struct Lane {
     Sync fenced = 0;
     Groups bulk;
     LaneCopy copies[64];
-    u64 copies_pending = 0;  // bit by bit
+    u64 copies_pending = 0;  // one bit per copy
     Arrival arrivals[16];
     void* engine = nullptr;
 };
@@ -115,12 +115,12 @@ struct Warp {
     u32 turn = 0;
     u64 brought[2][LANES];
     Sync order[2];
-    // What bulk copies that are issued from now on come after.
+    // A fiber for the accesses after which later bulk copies come.
     void* async = nullptr;
     Unit units[UNITS];
 };
 
-// Lanes in no order.
+// Lanes in no particular order.
 struct Lanes {
     Lane* all[MOST_LANES];
     u32 count = 0;
@@ -136,7 +136,7 @@ struct Lanes {
 struct Block {
     Rank* rank = nullptr;
     u32 index = 0;
-    // The launch that it runs or waits for.
+    // The launch that the block runs or waits for.
     u32 launch = 0;
     bool finished = false;
     std::atomic<u32> my_turn{0};
@@ -166,13 +166,13 @@ struct Rank {
     const std::vector<Launch>* launches = nullptr;
     u32 completed = 0;
     u32 blocks_done = 0;
-    // Ends of launches, even and odd ones.
+    // The ends of even launches, and of odd ones.
     Sync ended[2];
     std::unique_ptr<Block[]> blocks;
     u32 block_count = 0;
 };
 
-// What all share; only who has the turn touches it.
+// The state that all threads share. Only the thread that has the turn accesses it.
 struct World {
     Settings settings{};
     Random random{};
@@ -184,7 +184,8 @@ struct World {
     u64 steps_seen = 0;
     u32 idle_turns = 0;
     u32 threads = 0;
-    // One in how many times: a lane is interrupted, a thread loses its turn, a copy is made before a lane waits for it.
+    // Once in this number of times, a lane is interrupted, a thread loses its turn, a copy is made before a lane waits
+    // for it. 0: never.
     u32 interrupts = 0;
     u32 turns = 0;
     u32 copies = 0;
@@ -195,14 +196,14 @@ extern constinit thread_local Lane* running;
 
 // ---- machine.cpp
 
-// Until a phase of the mbarrier ends.
+// Waits until a phase of the mbarrier ends.
 void park(const u64* barrier);
 
 // ---- engine.cpp
 
-// Makes one copy of the block, or a part of it; false when there is none.
+// Makes one copy, or a part of it, that a lane of the block has asked for; returns false if there is none.
 bool copy_something(Block& block);
-// Bulk copies that a warp issues from now on come after what lanes of a warp have fenced.
+// Bulk copies that `issuer` issues from now on come after what the lanes of warp `of` have fenced.
 void see_fences(Warp& issuer, const Warp& of);
 // Whether a lane of the block has asked for copies and did not wait for them.
 bool copies_under_way(const Block& block);

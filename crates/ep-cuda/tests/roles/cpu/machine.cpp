@@ -1,4 +1,4 @@
-// Who runs when: lanes, meetings, blocks and their turns.
+// Decides what runs when: lanes, meetings, blocks and their turns.
 #include "machine.hpp"
 
 #include <cstdarg>
@@ -64,8 +64,8 @@ Block* any_runnable_block() {
     return found;
 }
 
-// By the system call: `std::atomic::wait` first yields several times, which is most of the time of a turn, and ThreadSanitizer
-// would take a semaphore for an order between the blocks.
+// The system call itself, because `std::atomic::wait` first yields several times, which takes most of the time of a
+// turn, and ThreadSanitizer would take a semaphore for an order between the blocks.
 void futex(std::atomic<u32>& word, int operation, u32 value) { syscall(SYS_futex, &word, operation, value, nullptr); }
 
 void give_turn(Block& block) {
@@ -104,7 +104,7 @@ void become(Lane& lane) {
 
 void wake(Block& block, u32 at) { block.ready.put(block.polling.take(at)); }
 
-// The lane that runs next. The one that asks has put itself where it belongs.
+// Chooses the lane that runs next. The calling lane has put itself into the list to which it belongs, if there is one.
 Lane& next_of(Block& block) {
     for (;;) {
         Random& random = world.random;
@@ -124,7 +124,8 @@ Lane& next_of(Block& block) {
     }
 }
 
-// Goes to where a lane stands, or begins it. Not by swapcontext, which asks the kernel for the signal mask every time.
+// Continues a lane where it stopped, or begins it. Does not use swapcontext, which makes a system call for the signal
+// mask every time.
 [[noreturn, gnu::noinline]] void jump_to(Lane& lane) {
     become(lane);
     if (lane.begun) __builtin_longjmp(lane.resume_at, 1);
@@ -158,7 +159,7 @@ void lane_main() {
 
 // ---- a block's way through the stream
 
-// Volatile: ThreadSanitizer sees the memset that a plain loop may become.
+// Volatile, because the compiler may turn a plain loop into memset, which ThreadSanitizer sees.
 void fill(volatile u64* words, u32 count) {
     for (u32 at = 0; at < count; at++) words[at] = GARBAGE;
 }
@@ -278,7 +279,7 @@ void fail(const char* format, ...) {
 void run(const std::vector<std::vector<Launch>>& streams, const Settings& settings) {
     world.settings = settings;
     world.random.state = settings.seed;
-    // Every seed has habits of its own.
+    // Each seed chooses these frequencies.
     const u32 seldom[] = {4, 32, 256};
     const u32 before_waited_for[] = {0, 0, 64, 8, 1};
     world.interrupts = seldom[world.random.below(3)];

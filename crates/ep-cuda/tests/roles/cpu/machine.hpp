@@ -43,15 +43,15 @@ struct Settings {
     u64 seed;
     Mutant mutant;
     bool list_sites;  // print every place that a mutant can change
-    std::function<void(u32 rank)> enter;  // called when lanes of another rank go on
-    bool seldom_enter;  // lanes of a rank go on for long before those of another do, whatever the seed
+    std::function<void(u32 rank)> enter;  // called when lanes of a different rank continue
+    bool seldom_enter;  // ranks change seldom, whatever the seed
 };
 
 // Runs the launches of every rank, in order per rank; returns when all have finished. Ends the process when lanes do
 // something undefined on a GPU, or when no lane can continue.
 void run(const std::vector<std::vector<Launch>>& streams, const Settings& settings);
 
-// Prints where a lane stands and why that cannot be, and ends the process.
+// Prints the message and what all lanes are doing, and ends the process.
 [[noreturn]] void fail(const char* format, ...) __attribute__((format(printf, 1, 2)));
 
 // ---- the place of the running lane
@@ -69,7 +69,7 @@ extern constinit thread_local const Place* here;
 
 // ---- what lanes call
 
-// Orders and waits that a mutant can leave out; named after what asks for them.
+// Orders and waits that a mutant can leave out, named after the instructions and functions that request them.
 enum class Order : u8 {
     none,
     st_release_sys,
@@ -88,18 +88,19 @@ enum class Order : u8 {
 // Whether this use of the order is left out.
 bool left_out(Order order, const Site& site);
 
-// An atomic in the order of one GPU: no other may use the word.
+// Called before an atomic access of scope `gpu`: only one rank, which is a GPU, may use the word.
 void use_on_one_gpu(const void* word);
 // Called before a load that is repeated until another lane has written.
 void poll();
 // Called before an access that other lanes can observe: another lane may run first. `changes`: it counts as progress.
 void step(bool changes);
-// Nanoseconds that pass as lanes take turns, and fast when all wait.
+// The time in nanoseconds. It advances as blocks take turns, and fast when all lanes wait.
 u64 clock();
 
 enum class Meeting : u8 { sync, shuffle, vote, sum, minimum };
 
-// Waits for all lanes of the warp; returns what each has brought, until the next meeting. Orders their memory if asked.
+// Waits for all lanes of the warp. Returns what each lane has brought, valid until the next meeting. `orders`: whether
+// the meeting orders the lanes' memory accesses.
 const u64* meet_warp(Meeting meeting, u64 brought, bool orders);
 
 struct Verdict {
@@ -119,14 +120,14 @@ bool mbarrier_try_wait_parity(u64* barrier, u32 parity);
 void bulk_load(void* shared, const void* global, u32 bytes, u64* barrier);
 void bulk_store(void* global, const void* shared, u32 bytes);
 void bulk_commit();
-// Until at most `pending` of this lane's youngest groups have not read their source, or not arrived.
+// Waits until all of this lane's groups but the `pending` youngest have read their source, or have arrived.
 void bulk_wait_read(u32 pending);
 void bulk_wait(u32 pending);
-// What this lane has seen so far comes before the bulk copies that follow.
+// Orders this lane's accesses so far before the bulk copies that follow.
 void fence_proxy_async();
 
 void lane_copy_16(void* shared, const void* global);
-// When this lane's copies so far are made.
+// Arrives at the mbarrier when this lane's copies so far are made.
 void lane_copies_arrive(u64* barrier);
 
 }  // namespace machine

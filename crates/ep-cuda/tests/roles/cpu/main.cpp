@@ -50,7 +50,7 @@ Control* make_mirror() {
     return reinterpret_cast<Control*>(static_cast<u8*>(memory) + BYTES - offsetof(Control, handshake));
 }
 
-// The host memory that ranks share with their proxies, by rank, and the proxies' parameters.
+// The host memory that a rank shares with its proxy.
 struct Window {
     std::vector<RailEnd> ends;  // [domains][2]
     std::vector<u8> lanes;      // [domains][2][2][LANE_BYTES]
@@ -133,7 +133,7 @@ void check_fault(const Call& call, const FaultReport& found) {
     if (own.kind == FAULT_LATE && own.waited_ns <= timeout) report(call, "time to enter", 0, timeout, own.waited_ns);
     if (own.kind == FAULT_STALLED && (own.waited_ns <= stall || own.waited_ns > timeout))
         report(call, "time without progress", 0, stall, own.waited_ns);
-    // Where another rank has given up first, its record has come with that.
+    // If another rank gave up first, the report has that rank's record, too.
     const FaultRecord& record = own.kind == FAULT_ABORTED ? found.theirs : found.own;
     const u32 kind = record.fault.kind, rank = record.fault.rank;
     const u64 roots = call.record->number("faults") & ~(1ull << FAULT_ABORTED);
@@ -183,7 +183,7 @@ void say_gone(const void* params) {
     const Call& call = *static_cast<const Call*>(params);
     const Common& common = call.dispatch.common;
     u32 word = static_cast<u32>(call.record->number("gone"));
-    // What the rank has sent may still be on its way.
+    // With its last epoch, rail peers go on waiting for what the rank has sent, which may still be on its way.
     if (word == GONE_LEFT) word |= common.own->epoch << GONE_BITS;
     for (u32 peer = 0; peer < common.ranks; peer++)
         as_host_of(*call.ranks, peer, [&](Control& control) {
@@ -210,7 +210,7 @@ struct Arguments {
     u32 number(const char* name) const { return static_cast<u32>(record.number(name)); }
 };
 
-// As `Sizes::lay_out` in src/handle.rs, with a gap behind every list.
+// Like `Sizes::lay_out` in src/handle.rs, with a gap behind every list.
 Lists lists_of(const Record& world, const Arguments& call) {
     const u64 tokens = call.number("tokens"), copies = call.number("most copies"), ranks = world.number("ranks");
     const u64 chunk_tokens = call.number("chunk tokens"), chunks = (tokens + chunk_tokens - 1) / chunk_tokens;
@@ -354,7 +354,7 @@ Common common_of(const Record& world, std::vector<Rank>& ranks, std::vector<Wind
     return common;
 }
 
-// The launches of one operator on one rank.
+// Adds the launches of one operator of one rank to the rank's stream.
 void launch(Call& call, const Case& all, Common common, Memory& memory, std::vector<machine::Launch>& stream) {
     const Arguments arguments{*call.record, memory};
     if (arguments.number("takes part") == 0) return;
@@ -403,7 +403,7 @@ bool awaits(const Relay& relay, const u32* word) {
     return true;
 }
 
-// The part of a section that the units [first, last] of a plan have.
+// The bytes [begin, end) of a section that belong to one unit of a plan.
 struct Part {
     u64 begin = 0;
     u64 end = 0;
@@ -484,7 +484,7 @@ void relay(const void* params) {
     for (u32 step = 1; step < domains; step++) relay_to(relay, (own + step) % domains);
 }
 
-// ---- the links between machines: tell a rank what the kernels of another one have stored in its mirror
+// ---- the links between machines: carry what a rank's kernels have stored in the mirror of another rank to that rank
 
 void end_of_stream(const void* params) {
     __atomic_store_n(static_cast<u32*>(const_cast<void*>(params)), 1, __ATOMIC_RELEASE);
@@ -574,7 +574,7 @@ int main(int count, char** arguments) {
         for (u32 peer = 0; peer < rank_count; peer++)
             ranks[rank].mirrors.push_back(share_memory(rank, peer) ? nullptr : make_mirror());
     machine::Settings settings = settings_of(count, arguments);
-    // Which addresses a rank uses depends little on the order of lanes.
+    // Which addresses a rank uses depends little on the order of lanes, so guards in one of six seeds are enough.
     Memory::guarded = APART && settings.seed % 6 == 0;
     settings.seldom_enter = Memory::guarded;
     settings.enter = [&](u32 rank) {
@@ -582,7 +582,7 @@ int main(int count, char** arguments) {
         for (u32 owner = 0; owner < rank_count; owner++)
             ranks[owner].memory.show_to(rank < rank_count && !share_memory(rank, owner) ? rank_count : rank);
     };
-    // Another thing that can be left out on purpose.
+    // The translation of addresses, which can be left out on purpose, too.
     const bool translate = std::string_view(settings.mutant.order) != "delta";
     const u32 domains = static_cast<u32>(all.world.number("domains"));
     std::vector<Window> windows(rank_count);

@@ -1,7 +1,7 @@
-// The ranks' memory, each rank's at addresses of its own for every rank, as if ranks were processes: what one rank
-// calls an address means nothing to another, and in a run with guards it is not there while the other runs.
+// The ranks' memory. Every rank sees it at addresses of its own, as if ranks were processes: an address of one rank
+// means nothing to another rank. In a run with guards, a rank's addresses are accessible only while that rank runs.
 //
-// ThreadSanitizer knows memory by its address, so under it all ranks share one.
+// ThreadSanitizer identifies memory by its address, so with ThreadSanitizer all ranks share one set of addresses.
 #pragma once
 #include <sys/mman.h>
 #include <unistd.h>
@@ -23,8 +23,8 @@ class Memory {
 public:
     static constexpr std::uint64_t REGION_BYTES = 256 << 10;
     static constexpr std::uint64_t CONTROL_BYTES = 2 << 20;
-    // Whether the memory is protected that other ranks' addresses name. Each change of the running rank then takes a system
-    // call for each rank, so such a run lets ranks change seldom.
+    // Whether the addresses of ranks that do not run are protected. Each change of the running rank then takes system
+    // calls for each rank, so such a run lets ranks change seldom.
     inline static bool guarded = APART;
 
     Memory(unsigned owner, unsigned ranks) : owner(owner) {
@@ -38,10 +38,10 @@ public:
         close(file);
     }
 
-    // Where it begins, for a rank. The control block is there.
+    // The address at which this memory begins for a rank. The control block lies there.
     unsigned char* seen_by(unsigned rank) const { return views[APART ? rank : 0]; }
 
-    // A part of it, as its owner addresses it: the same for the same name.
+    // The owner's address of a part of this memory. The same name gives the same part.
     unsigned char* at(const std::string& name) {
         const auto [found, added] = offsets.try_emplace(name, CONTROL_BYTES + offsets.size() * REGION_BYTES);
         if (added && found->second + REGION_BYTES > BYTES) end("more parts than there is memory");

@@ -2,7 +2,7 @@
 #include "cuda.hpp"
 #include "kernels.hpp"
 
-// Every kernel has names of its own, since variants of one kernel are one program here.
+// The names of each kernel are local to its file, because all variants of a kernel are in one program here.
 namespace {
 
 #include "preprocess/kernel.cu"
@@ -15,7 +15,7 @@ u32 shared_bytes(const void* params) {
     return preprocess_bytes(experts, ranks, rail_domains(p.common), max(experts, ranks), p.tile);
 }
 
-// Fewer threads than on a GPU: how many there are is the launch's affair.
+// Fewer threads than on a GPU: the kernel reads their number from the launch.
 const Kernel kernel(
     NAME, [](const void* params) { preprocess(*static_cast<const PreprocessParams*>(params)); },
     [] { return reinterpret_cast<u8*>(shared); }, shared_bytes, 2 * WARP);

@@ -57,7 +57,7 @@ __device__ inline void st_release_gpu_u64(u64* pointer, u64 value, Site site = S
     __atomic_store_n(pointer, value, __ATOMIC_RELEASE);
 }
 
-// A lock and its end are no progress: waits take it again and again.
+// Locking and unlocking do not count as progress: waits lock again and again.
 __device__ inline bool try_lock_gpu(u32* pointer) {
     machine::use_on_one_gpu(pointer);
     machine::poll();
@@ -113,7 +113,7 @@ __device__ inline uint2 ld_relaxed_sys_v2(const uint2* pointer) {
     return make_uint2(static_cast<u32>(both), static_cast<u32>(both >> 32));
 }
 
-// Only releases follow it, which order as much; ThreadSanitizer knows no fences.
+// No fence: only release stores follow it, which give the same order, and ThreadSanitizer does not support fences.
 __device__ inline void fence_acq_rel_sys() { machine::step(false); }
 
 // ---- asynchronous copies of 16 bytes
@@ -130,7 +130,7 @@ __device__ inline uint2 ld_shared_v2(SharedAddress address) { return *reinterpre
 // ---- copies by the bulk copy engine
 
 __device__ inline void mbarrier_init(SharedAddress barrier, u32 count) { machine::mbarrier_init(word_at(barrier), count); }
-// Orders what fence_proxy_async_shared orders, for mbarriers alone.
+// On a GPU, orders what fence_proxy_async_shared orders, for mbarriers alone.
 __device__ inline void fence_mbarrier_init() {}
 
 __device__ inline void mbarrier_arrive(SharedAddress barrier) { machine::mbarrier_arrive_expect_tx(word_at(barrier), 0); }
@@ -165,7 +165,7 @@ __device__ inline void cp_async_bulk_wait_group(Site site = Site::current()) {
     if (!machine::left_out(Order::cp_async_bulk_wait_group, site)) machine::bulk_wait(pending);
 }
 
-// The machine orders both kinds of memory by either.
+// On the machine, either fence orders both shared and global memory.
 __device__ inline void fence_proxy_async_shared(Site site = Site::current()) {
     if (!machine::left_out(Order::fence_proxy_async, site)) machine::fence_proxy_async();
 }

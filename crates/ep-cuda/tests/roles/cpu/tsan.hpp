@@ -1,5 +1,5 @@
-// What ThreadSanitizer is told; nothing without it. The machine itself is compiled without instrumentation, so that its
-// own order of things orders nothing for the kernels.
+// Calls of ThreadSanitizer; empty functions without it. The machine itself is compiled without instrumentation, so that
+// the order in which it runs lanes does not count as an order of the kernels' accesses.
 #pragma once
 
 namespace tsan {
@@ -51,7 +51,7 @@ inline void enter(const void*) {}
 inline void leave() {}
 #endif
 
-// Acts as another of ThreadSanitizer's threads for a while.
+// During its lifetime, the code runs as a different one of ThreadSanitizer's threads.
 class As {
 public:
     explicit As(void* fiber) : before(current()) { become(fiber); }
