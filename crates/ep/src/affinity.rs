@@ -1,10 +1,10 @@
 //! On which CPUs a thread runs.
 
-/// Lets the calling thread run only on those of `cpus` on which it may run already. Returns whether it does: not if there is
-/// none, or if the operating system cannot or does not want to.
+/// Restricts the calling thread to those of `cpus` on which it may already run. Returns `false`, and restricts nothing, if no
+/// such CPU exists or if the operating system does not support or refuses the restriction.
 ///
-/// A thread that calls an engine reads and writes the registers of the network card, and memory that the card writes. Both
-/// take longer from another NUMA node.
+/// A thread that calls an engine accesses the registers of the network card, and memory that the card writes. Both accesses
+/// take longer from a different NUMA node.
 pub fn stay_near(cpus: &[usize]) -> bool {
     restrict(cpus)
 }
@@ -46,11 +46,11 @@ mod tests {
     fn a_thread_stays_on_the_cpus_that_it_may_use() {
         let all = own_cpus();
         let last = *all.last().unwrap();
-        // One that this machine lacks, one that no set has, and one that the thread may use.
+        // A CPU that this machine lacks, a number beyond every CPU set, and a CPU that the thread may use.
         let near = [CpuSet::MAX_CPU - 1, usize::MAX, last];
         let (stays, found) = thread::spawn(move || (stay_near(&near), own_cpus())).join().unwrap();
         assert_eq!((stays, found), (true, vec![last]));
-        // Other threads keep theirs.
+        // Other threads keep their CPUs.
         assert_eq!(own_cpus(), all);
     }
 

@@ -26,7 +26,7 @@ fn value<'a>(text: &'a str, key: &str) -> Option<&'a str> {
 struct Files {
     limit: &'static str,
     used: &'static str,
-    /// The key in `memory.stat` of cached files, which count as used, but give way.
+    /// The key in `memory.stat` for cached files. They count as used, but the system reclaims their memory when it needs it.
     cached: &'static str,
 }
 
@@ -54,8 +54,8 @@ impl Group {
     }
 }
 
-/// The control groups that limit this process: its own, and all above it. Inside a container, a group's path may be that of the
-/// host, of which the container sees the last directory only, as the root of its hierarchy.
+/// The control groups that limit this process: the group of the process, and all ancestors of that group. Inside a container,
+/// the path may be that of the host. The container then sees only the last directory of the path, as the root of its hierarchy.
 fn groups(root: &Path) -> Vec<Group> {
     let mounted = root.join("sys/fs/cgroup");
     let membership = fs::read_to_string(root.join("proc/self/cgroup")).unwrap_or_default();
@@ -80,7 +80,7 @@ fn groups(root: &Path) -> Vec<Group> {
 mod tests {
     use super::*;
 
-    /// A directory with the files of a system, which is removed at the end.
+    /// A temporary directory with the files of a system. Dropping this value removes the directory.
     struct System(PathBuf);
 
     impl System {
@@ -144,7 +144,7 @@ mod tests {
             ],
         );
         assert_eq!(available_below(&system.0), Some(9_000_000));
-        // More used than allowed, after the limit was lowered.
+        // The group uses more than its limit, because the limit was lowered.
         let full = System::new(
             "full",
             &[

@@ -68,7 +68,7 @@ pub struct RowBytes {
 }
 
 impl HandleFacts<'_> {
-    /// Rows that combine reads: those that the rank received, or the upper bound if only the device has their number.
+    /// Number of rows that combine reads: the received rows, or their upper bound if only the device knows their number.
     pub fn combined_rows(&self) -> usize {
         self.shape.received_rows.unwrap_or(self.shape.rows)
     }
@@ -162,7 +162,7 @@ impl HandleFacts<'_> {
         Ok(())
     }
 
-    /// The bytes of the probabilities of a combine, from the first row's first to the last row's last.
+    /// Size of the probabilities of a combine, from the first value of the first row to the last value of the last row.
     fn prob_size<M>(&self, input: &CombineInput<'_, M>) -> Result<Size> {
         let (width, stride) = (self.probs_per_row(), self.prob_stride(input));
         if stride < width {
@@ -183,7 +183,7 @@ impl HandleFacts<'_> {
 /// Checks that `routing` is the routing of `rank`, for the experts of `world`.
 ///
 /// # Errors
-/// [`CallerError::Handle`] for a routing of another rank; [`CallerError::Shape`] for another number of experts.
+/// [`CallerError::Handle`] for a routing of another rank; [`CallerError::Shape`] for a different number of experts.
 pub fn check_routing(world: &World, rank: Rank, routing: &Routing) -> Result<()> {
     if routing.rank() != rank {
         let text = format!("the routing is for rank {}, but this is rank {rank}", routing.rank());
@@ -235,8 +235,8 @@ pub fn check_maker(maker: Maker, buffer: Maker) -> Result<()> {
 
 /// Checks that a memory argument has at least `needed` bytes and is registered with `buffer` or with no buffer.
 ///
-/// Peers address registered memory by its segment and offset in the buffer that they know. With memory of another
-/// buffer they would read and write unrelated memory of this one.
+/// Peers address registered memory by segment and offset within `buffer`. If the memory belonged to another buffer, they
+/// would read and write unrelated memory of `buffer`.
 ///
 /// # Errors
 /// [`CallerError::Memory`], [`CallerError::TooLarge`], [`CallerError::Shape`].
@@ -247,7 +247,7 @@ pub fn check_memory(buffer: Maker, what: &'static str, needed: Size, memory: Mem
     check_len(what, needed.bytes(what)?, memory.bytes)
 }
 
-/// Unwraps the state that the first dispatch with a handle stores in it and combine needs.
+/// Unwraps the state that combine needs, which the first dispatch with a handle stores in the handle.
 ///
 /// # Errors
 /// [`CallerError::Handle`] when the handle was never dispatched.
@@ -258,7 +258,7 @@ pub fn dispatched<T>(state: Option<T>) -> Result<T> {
     })
 }
 
-/// Checks that a memory has at least `expected` bytes.
+/// Checks that a memory argument has at least `expected` bytes.
 ///
 /// # Errors
 /// [`CallerError::Shape`] when it has fewer.

@@ -30,7 +30,7 @@ pub enum DeviceRouting<'a, M> {
     Map {
         /// Number of tokens.
         tokens: usize,
-        /// Upper bound of the experts of a token. Determines the size of a handle on a GPU.
+        /// Upper bound on the number of experts of a token. Determines the size of a handle on a GPU.
         most: usize,
         /// The map.
         map: &'a M,
@@ -44,7 +44,7 @@ pub enum DeviceRouting<'a, M> {
 pub enum Indices<'a, M> {
     /// i32.
     Narrow(&'a M),
-    /// i64, as PyTorch's `topk` gives them.
+    /// i64, as PyTorch's `topk` returns.
     Wide(&'a M),
 }
 
@@ -102,7 +102,7 @@ impl<'a, M> DeviceReport<'a, M> {
         Self { overflow: overflow.into(), ..self }
     }
 
-    /// Uploads the outputs for what the rank receives.
+    /// Uploads the outputs that follow from `shape`.
     pub(crate) fn write<B>(self, backend: &mut B, shape: &ReceiveShape) -> Result<()>
     where
         B: Backend<Memory = M> + ?Sized,
@@ -133,7 +133,7 @@ impl<M> DeviceRouting<'_, M> {
         let (rank, experts) = (backend.rank(), backend.world().experts());
         match *self {
             Self::TopK { tokens, k: 0, .. } => Routing::without_copies(rank, experts, tokens),
-            // The indices come before the weights: they exist, so they bound the memory that weights of zero take.
+            // Read the indices first: this fails if `tokens` exceeds their memory, which limits the zeros for absent weights.
             Self::TopK { tokens, k, indices, weights } => {
                 let cells = Size::new(tokens) * k;
                 let indices = match indices {
@@ -176,7 +176,7 @@ where
     Ok(Cow::Owned(bytemuck::pod_collect_to_vec(&bytes)))
 }
 
-/// The first `count` values of `memory`, or as many zeros.
+/// The first `count` values of `memory`, or `count` zeros without memory.
 fn floats<'m, B>(
     backend: &mut B,
     what: &'static str,

@@ -28,7 +28,8 @@ pub enum Error {
 }
 
 impl Error {
-    /// The error of a rank that shares new memory with its peers. An error about a peer says so; others are unchanged.
+    /// Sets the operator of an error about a peer to [`Operator::Share`], for a rank that shares new memory with its peers.
+    /// Other errors do not change.
     #[must_use]
     pub fn while_sharing_memory(self) -> Self {
         match self {
@@ -151,7 +152,8 @@ pub enum CallerError {
         /// The rank of the buffer that the memory was passed to.
         rank: Rank,
     },
-    /// A handle of another buffer, a handle that was never dispatched, or a routing or output that does not fit it.
+    /// A handle of another buffer, a handle that was never dispatched, or a routing or output that does not fit the
+    /// buffer or the handle.
     #[error("handle: {0}")]
     Handle(String),
     /// A routing trace that cannot be used.
@@ -290,7 +292,8 @@ pub enum Operator {
 }
 
 impl Operator {
-    /// The operator, and the calls of a program that run it under another name, for errors about different calls.
+    /// The name of the operator, with the calls of a program that run the operator under a different name. For errors that say
+    /// that ranks made different calls.
     pub fn with_its_calls(self) -> String {
         let calls = match self {
             Self::Preprocess => " (the first step of a dispatch without a handle)",
@@ -329,7 +332,8 @@ pub struct PeerError {
     pub fault: PeerFault,
     /// The operator that the reporting rank could not complete.
     pub operator: Operator,
-    /// The number of the operator's call on the buffer; equal on every rank. 0 for what is no call: joining, sharing memory.
+    /// The number of the operator's call on the buffer; equal on every rank. 0 for sharing memory and for
+    /// joining, except in a [`ThreadRendezvous`](crate::join::ThreadRendezvous): there, the number of the exchange.
     pub step: u64,
     /// The reporting rank.
     pub rank: Rank,
@@ -338,7 +342,7 @@ pub struct PeerError {
     pub waited_for: String,
     /// How long the reporting rank waited.
     pub waited: Duration,
-    /// The own error of the rank at fault, if it could still report one.
+    /// The error that the rank at fault itself reported, if it still could.
     pub cause: Option<String>,
 }
 
@@ -362,13 +366,13 @@ impl PeerError {
         let Self { waited_for, waited, .. } = self;
         match self.fault {
             PeerFault::Broken => format!("found {waited_for}"),
-            // It was told, or found the rank lost at once.
+            // The reporting rank received the loss from another rank, or found the peer lost at once.
             _ if *waited < Duration::from_millis(1) => format!("was waiting for {waited_for}"),
             _ => format!("waited {:.3} s for {waited_for}", waited.as_secs_f64()),
         }
     }
 
-    /// The part of a message that quotes the own error of the rank at fault, or says where its reason may be found.
+    /// The part of a message that quotes the error of the rank at fault itself, or says where to look for the reason.
     fn why(&self) -> String {
         match (&self.cause, self.fault) {
             (Some(cause), _) => format!("; its error: {cause}"),
@@ -388,7 +392,7 @@ impl PeerError {
         }
     }
 
-    /// Rank `peer` broke the protocol: `rank` `found` what no correct peer sends or writes to shared memory.
+    /// Rank `peer` broke the protocol: `rank` found `found`, which no correct peer sends or writes to shared memory.
     pub fn broken(rank: Rank, peer: Rank, operator: Operator, step: u64, found: impl Into<String>) -> Self {
         let (fault, waited_for, waited) = (PeerFault::Broken, found.into(), Duration::ZERO);
         Self { peer, machine: None, fault, operator, step, rank, waited_for, waited, cause: None }
@@ -418,14 +422,14 @@ pub enum PeerFault {
     /// The peer is inside an operator and made no progress within
     /// [`Config::stall_timeout`](crate::Config::stall_timeout), or its heartbeat was silent for as long.
     Stalled = 2,
-    /// The peer lives but did not enter the operator within [`Config::timeout`](crate::Config::timeout).
+    /// The peer is alive but did not enter the operator within [`Config::timeout`](crate::Config::timeout).
     Late = 5,
     /// The peer's own operator failed.
     Failed = 3,
-    /// The peer sent, or wrote to shared memory, what no correct peer does: it runs another version of the library, or
-    /// its memory was damaged.
+    /// The peer sent, or wrote to shared memory, what no correct peer sends or writes: the peer runs a different version of the
+    /// library, or its memory was damaged.
     Broken = 6,
-    /// The peer never came to the rendezvous.
+    /// The peer never joined the rendezvous.
     Absent = 4,
     /// The network does not reach the peer's machine, or that machine is down.
     Unreachable = 7,
@@ -444,7 +448,7 @@ impl PeerFault {
         Self::Unreachable,
     ];
 
-    /// The number that stands for the fault between ranks.
+    /// The number that represents the fault in messages and in shared memory.
     pub fn code(self) -> u8 {
         self as u8
     }
@@ -455,7 +459,7 @@ impl PeerFault {
         Self::ALL.into_iter().find(|fault| u32::from(fault.code()) == code).unwrap_or(Self::Failed)
     }
 
-    /// The fault of a peer whose socket returned `error`. The socket has a timeout, which means a stalled peer.
+    /// The fault of a peer whose socket returned `error`. A timeout of the socket means that the peer stalled.
     pub fn of_socket(error: &io::Error) -> Self {
         match error.kind() {
             io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => Self::Stalled,

@@ -16,8 +16,8 @@ impl Interrupt {
     /// The pause between two calls.
     pub const EVERY: Duration = Duration::from_millis(50);
 
-    /// An interrupt that calls `question`. It must return quickly, and may be called again after it has returned
-    /// `true`.
+    /// An interrupt that calls `question`, which must return quickly. The library may call `question` again after it has
+    /// returned `true`.
     pub fn new(question: impl Fn() -> bool + Send + Sync + 'static) -> Self {
         Self(Some(Arc::new(question)))
     }

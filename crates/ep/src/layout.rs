@@ -1,7 +1,7 @@
 //! The final row of each copy, computed from the sender's routing and the counts of all ranks.
 //!
-//! No rank sees another rank's routing. Each of the G ranks counts the copies of its own routing for each of the E
-//! experts and G ranks ([`Counts`]), and the ranks exchange these counts: G rows of E + G + 3 numbers, independent of
+//! No rank sees another rank's routing. Each of the G ranks counts its copies for each of the E experts and its tokens for
+//! each of the G ranks ([`Counts`]), and the ranks exchange these counts: G rows of E + G + 3 numbers, independent of
 //! the number of tokens. An exclusive scan of the counts over the source ranks gives each (source rank, expert) its
 //! first row on the receiving rank. The final row of a copy is this first row plus the copy's index within its source
 //! rank and expert, so the sender knows it before any token moves ([`DispatchLayout`]).
@@ -39,7 +39,7 @@ impl Counts {
     /// Counts a rank's routing. `capacity` is the most rows that the rank receives.
     ///
     /// # Errors
-    /// [`CallerError::Shape`] when the routing is for another number of experts; [`CallerError::Capacity`] when the
+    /// [`CallerError::Shape`] when the routing is for a different number of experts; [`CallerError::Capacity`] when the
     /// capacity is not a multiple of the pad multiple; [`CallerError::TooManyRows`] when the capacity does not fit in
     /// 32 bits.
     pub fn of(world: &World, routing: &Routing, mode: DispatchMode, capacity: Option<usize>) -> Result<Self> {
@@ -98,7 +98,7 @@ impl Counts {
         Ok(counts)
     }
 
-    /// Checks the bounds that every routing keeps: a token counts at most once for each expert and each rank, and
+    /// Checks bounds that hold for every routing: a token counts at most once for each expert and each rank, and
     /// counts for a rank exactly when it has a copy for one of the rank's experts.
     fn check(&self, world: &World) -> Result<(), ImpossibleCounts> {
         let pad_multiple = self.mode.pad_multiple() as u32;
@@ -191,7 +191,7 @@ fn by_position(world: &World, routing: &Routing, mut visit: impl FnMut(usize, &[
         }
         return;
     }
-    // A routing's rows are sorted by expert, and a placement table may give experts positions in another order.
+    // A routing's rows are sorted by expert, and a placement table may give experts positions in a different order.
     let mut row: Vec<(u32, f32)> = Vec::new();
     let (mut positions, mut sorted_weights) = (Vec::new(), Vec::new());
     for (token, (experts, weights)) in routing.rows().enumerate() {
@@ -511,7 +511,7 @@ mod tests {
             (4, u32::MAX), // as above
             (5, 0),        // fewer copies than tokens
             (7, 3),        // fewer tokens than copies for one expert
-            (7, 6),        // more tokens for a rank than there are
+            (7, 6),        // more tokens for a rank than the source has
             (8, u32::MAX), // as above
         ] {
             let mut words = words.clone();

@@ -306,8 +306,8 @@ mod tests {
         code as u8 | if value.is_sign_negative() { 0x80 } else { 0 }
     }
 
-    /// bf16's value from the format's definition, in f64; 0x7F80 is what would be 2^128, where
-    /// rounding goes to infinity.
+    /// bf16's value from the format's definition, in f64. 0x7F80, the code of infinity, counts as 2^128:
+    /// values that are nearest to it round to infinity.
     fn bf16_oracle(code: u32) -> f64 {
         let (exponent, mantissa) = ((code >> 7) as i32, f64::from(code & 127));
         match exponent {
@@ -365,7 +365,7 @@ mod tests {
             (0x7F80_0000, 0x7F80),
             (0xFF80_0000, 0xFF80),
             (0x7F80_0001, 0x7FFF), // a NaN that truncation would make infinite
-            (0xFFFF_FFFF, 0x7FFF), // a NaN whose carry would run away
+            (0xFFFF_FFFF, 0x7FFF), // a NaN whose carry would overflow
             (0x8000_0000, 0x8000),
             (0x0000_8000, 0x0000), // half the smallest subnormal
             (0x0000_8001, 0x0001),
@@ -473,8 +473,8 @@ mod tests {
         assert_eq!(F32Per128.scale_for(0.0), 1e-4 / 448.0);
         assert_eq!(F32Per128.scale_for(f32::INFINITY), f32::INFINITY);
         for format in [Ue8m0Per128, Ue8m0Per32] {
-            assert_eq!(format.scale_for(448.0), 1.0); // an exact power stays
-            assert_eq!(format.scale_for(448.0f32.next_up()), 2.0); // one bit above goes up
+            assert_eq!(format.scale_for(448.0), 1.0); // an exact power of two stays
+            assert_eq!(format.scale_for(448.0f32.next_up()), 2.0); // the next f32 rounds up
             assert_eq!(format.scale_for(3.0), 2f32.powi(-7));
             assert_eq!(format.scale_for(0.0), 2f32.powi(-22));
             assert_eq!(format.scale_for(f32::INFINITY), 2f32.powi(127));
@@ -529,14 +529,14 @@ mod tests {
         let inf = f32_to_bf16(f32::INFINITY);
         let one = f32_to_bf16(1.0);
         for format in FORMATS {
-            // Zeros, and NaN alone, have the floor's scale.
+            // A block of zeros and NaNs has the scale of `AMAX_FLOOR`.
             let (codes, scales) = quantized(&[0, 0x8000, 0x7FC0, 0xFFFF], format);
             assert_eq!(codes, [0, 0x80, 0x7F, 0x7F]);
             let mut floor = vec![0; format.bytes_per_scale()];
             format.store_scale(format.scale_for(0.0), &mut floor);
             assert_eq!(scales, floor);
 
-            // A NaN does not change what the others become.
+            // A NaN does not change the codes of the other values.
             let (codes, scales) = quantized(&[one, 0x7F81, 0xC000], format);
             let (codes_without, scales_without) = quantized(&[one, 0, 0xC000], format);
             assert_eq!(scales, scales_without);

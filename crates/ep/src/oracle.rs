@@ -1,7 +1,8 @@
 //! The operators written from their definition: slow, simple, and for all ranks of the world at once.
 //!
-//! The results of every backend must equal those of [`dispatch`] and [`combine`] bit for bit. [`combine_f64`] gives a
-//! bound for the rounding error. This module does not use [`crate::layout`], so that tests can compare the two.
+//! The results of every backend must equal those of [`dispatch`] and [`combine`] bit for bit. [`combine_f64`]
+//! gives sums in double precision and sums of magnitudes, from which tests bound the rounding error. This module does not
+//! use [`crate::layout`], so that tests can compare the two modules.
 //!
 //! Slices with one entry per rank are indexed by rank. The functions panic on arguments that do not fit each other.
 
@@ -260,8 +261,9 @@ fn rows_by_token(received: &[ReceivedRows]) -> Vec<RowsOfToken> {
     by_token
 }
 
-/// Combine of one token of rank `source`: the sum of its expert output rows, in the order and with the rounding of the
-/// contract. `rows` gives the token's expert output rows on each rank, in order of local expert. Returns one row.
+/// Combine of one token of rank `source`: the sum of its expert output rows, in the order and with the rounding of
+/// [`Backend::combine`](crate::Backend::combine). `rows` gives the token's expert output rows on each rank, in order of local
+/// expert. Returns one row.
 pub fn combine_token<'a>(
     world: &World,
     source: Rank,
@@ -314,8 +316,8 @@ pub fn combine(
         .collect()
 }
 
-/// [`combine`] in double precision: for each element the sum, and the sum of magnitudes. The rounding error of combine
-/// is relative to the latter.
+/// [`combine`] in double precision: for each element the sum, and the sum of magnitudes. The bound for the rounding
+/// error of combine is proportional to the latter.
 pub fn combine_f64(
     routings: &[Routing],
     received: &[ReceivedRows],
@@ -456,7 +458,7 @@ mod tests {
 
     #[test]
     fn only_what_crosses_is_rounded() {
-        // The f32 sum of two expert outputs does not fit in bf16. The experts are on the other rank, then on the same.
+        // bf16 cannot represent the f32 sum of two expert outputs. Both experts are on the other rank, then on this rank.
         let world = World::builder().ranks(2).experts(4).build().unwrap();
         let spec = CombineSpec { hidden: 1, element: Element::F32, wire: Element::Bf16 };
         let rows_of = |indices: &[i32]| {

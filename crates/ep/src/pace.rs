@@ -3,7 +3,7 @@
 use std::str::FromStr;
 use std::time::Duration;
 
-/// A link that an engine emulates: what it carries per second, and how long a byte is under way.
+/// A link that an engine emulates: how many bytes the link carries per second, and how long a byte takes to arrive.
 ///
 /// The text form is `25GB/s,5us`: bandwidth in `GB/s`, `MB/s`, `Gbit/s` or `Mbit/s`, latency in `us` or `ms`.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -15,14 +15,14 @@ pub struct Pace {
 }
 
 impl Pace {
-    /// The least bandwidth, in bytes per second. A put of the greatest lane takes hours with less.
+    /// The least bandwidth, in bytes per second. With less, a put of the largest lane takes hours.
     const LEAST: f64 = 1e5;
     /// The greatest bandwidth, in bytes per second.
     const GREATEST: f64 = 1e13;
     /// The longest latency.
     const LONGEST: Duration = Duration::from_secs(1);
 
-    /// The time in which the link takes in `bytes`.
+    /// The time that the link needs to take in `bytes` bytes.
     pub fn transmission(&self, bytes: u64) -> Duration {
         Duration::from_secs_f64(bytes as f64 / self.bytes_per_second)
     }
@@ -32,7 +32,7 @@ impl Pace {
         self.latency
     }
 
-    /// The time in which `bytes` are at the other end of an idle link.
+    /// The time until `bytes` bytes have arrived at the other end of an idle link.
     pub fn delivery(&self, bytes: u64) -> Duration {
         self.transmission(bytes) + self.latency
     }
@@ -59,7 +59,7 @@ impl FromStr for Pace {
     }
 }
 
-/// A number with one of these units, times the unit's factor.
+/// Parses a number with one of these units. Returns the number times the unit's factor.
 fn with_unit(text: &str, units: &[(&str, f64)]) -> Option<f64> {
     units.iter().find_map(|(unit, factor)| {
         let number: f64 = text.trim().strip_suffix(unit)?.trim().parse().ok()?;

@@ -5,7 +5,7 @@ use crate::topology::{Rank, check_number};
 
 /// The routing of one rank's tokens: the experts that each token chose, and their weights. Valid by construction.
 ///
-/// Routings are stored in compressed rows with ascending experts. A token may have any number of experts, also none, so
+/// Routings are stored in compressed rows with ascending experts. A token may have any number of experts, or none, so
 /// this form holds both forms that routers produce: top-k indices and multi-hot maps.
 ///
 /// # Examples
@@ -43,8 +43,8 @@ impl Routing {
     /// `rank` is the rank that holds the tokens, and `experts` the number of experts in the world.
     ///
     /// # Errors
-    /// - [`CallerError::Shape`] when the length of `topk_idx` is not a multiple of `k`, or `topk_weights` has another
-    ///   length.
+    /// - [`CallerError::Shape`] when the length of `topk_idx` is not a multiple of `k`, or `topk_weights` has a
+    ///   different length.
     /// - [`CallerError::Routing`] for the first row with an index out of range, a repeated expert, or a NaN weight.
     /// - [`CallerError::Placement`] when `experts` is 0 or more than [`MAX_EXPERTS`](crate::topology::MAX_EXPERTS).
     /// - [`CallerError::TooManyRows`] when the number of tokens or copies does not fit in 32 bits.
@@ -82,7 +82,7 @@ impl Routing {
     /// `[tokens, experts]`, both row-major. Weights of experts that are not chosen are ignored.
     ///
     /// # Errors
-    /// As [`from_topk`](Self::from_topk), with rows of `experts` entries.
+    /// Those of [`from_topk`](Self::from_topk), with rows of `experts` entries.
     pub fn from_map(rank: Rank, experts: usize, map: &[u8], probs: &[f32]) -> Result<Self> {
         let tokens = map.len().checked_div(experts).unwrap_or(0);
         check_len("routing_map", tokens * experts, map.len())?;
@@ -109,7 +109,7 @@ impl Routing {
     ///
     /// # Errors
     /// [`CallerError::TooManyRows`] for more than `u32::MAX` tokens; [`CallerError::Placement`] for too many experts;
-    /// [`EnvironmentError`] when the memory is not there.
+    /// [`EnvironmentError`] when there is not enough memory.
     pub fn without_copies(rank: Rank, experts: usize, tokens: usize) -> Result<Self> {
         let mut rows = Rows::new(rank, experts, tokens, 0)?;
         rows.routing.offsets.resize(tokens + 1, 0);
@@ -207,7 +207,8 @@ struct Rows {
 }
 
 impl Rows {
-    /// Begins a routing of `tokens` tokens. Reserves memory for `per_token` copies of each, which the caller has bounded.
+    /// Begins a routing of `tokens` tokens. Reserves memory for `per_token` copies of each token, a number that the
+    /// caller has bounded.
     fn new(rank: Rank, experts: usize, tokens: usize, per_token: usize) -> Result<Self> {
         check_number(experts)?;
         if u32::try_from(tokens).is_err() {

@@ -1,9 +1,9 @@
-//! The environment: the names of all settings, so that a misspelled one is noticed, and how a setting is read.
+//! Settings in environment variables: their names, for a warning about misspelled ones, and how to read one.
 
 use std::ffi::OsStr;
 use std::sync::Once;
 
-/// What the names of all settings begin with.
+/// The prefix of the names of all settings.
 const PREFIX: &str = "HYBRID_EP_";
 
 /// All settings of this project, without the prefix; `docs/tuning.md` explains them.
@@ -35,7 +35,7 @@ const SETTINGS: &[&str] = &[
     "WORKERS",
 ];
 
-/// Those of the project's own tests.
+/// The variables of the project's tests, without the prefix.
 const OF_TESTS: &[&str] = &[
     "LIBFABRIC_INCLUDE",
     "LIFETIME_TEST",
@@ -47,13 +47,13 @@ const OF_TESTS: &[&str] = &[
     "UPDATE_RESOURCES",
 ];
 
-/// The value of an environment variable. What is not UTF-8 becomes a text that no setting allows, so that it is refused
-/// and not ignored.
+/// The value of an environment variable. A value that is not UTF-8 becomes a text that no setting allows, so it is
+/// refused, not ignored.
 pub(crate) fn variable(name: &str) -> Option<String> {
     std::env::var_os(name).map(|value| value.to_string_lossy().into_owned())
 }
 
-/// Says on stderr, once in a process, which variables look like settings and are none.
+/// Names on stderr, once per process, the variables that look like settings but are not.
 pub(crate) fn tell_unknown() {
     static TOLD: Once = Once::new();
     TOLD.call_once(|| {
@@ -61,13 +61,13 @@ pub(crate) fn tell_unknown() {
         unknown.sort_unstable();
         for name in unknown {
             crate::tell(format_args!(
-                "the environment variable {name} is no setting of this version and has no effect"
+                "the environment variable {name} is not a setting of this version and has no effect"
             ));
         }
     });
 }
 
-/// The name, if it looks like that of a setting and is none.
+/// The name, if it has the prefix of settings but is not a setting.
 fn unknown(name: &OsStr) -> Option<String> {
     let name = name.to_string_lossy();
     let setting = name.strip_prefix(PREFIX)?;
@@ -93,7 +93,7 @@ mod tests {
         }
     }
 
-    /// The names of variables in the files of a directory, without the prefix.
+    /// Adds to `names` the variables that strings in the files of a directory name, without the prefix.
     fn named(directory: &Path, names: &mut BTreeSet<String>) {
         for entry in std::fs::read_dir(directory).unwrap() {
             let path = entry.unwrap().path();
@@ -121,7 +121,7 @@ mod tests {
         }
         named(&root.join("python/src"), &mut found);
         named(&root.join("python/hybrid_ep"), &mut found);
-        // Of the test above.
+        // The misspelled name in the test above.
         found.remove("TIMOUT_MS");
         let listed: BTreeSet<String> = SETTINGS.iter().chain(OF_TESTS).map(|&name| name.to_owned()).collect();
         assert!(found.is_subset(&listed), "not listed: {:?}", found.difference(&listed));

@@ -7,7 +7,7 @@ use crate::error::{CallerError, Result};
 /// A size that is computed, with checked arithmetic, from untrusted numbers.
 ///
 /// An intermediate result that is too large stays too large through the rest of the computation. A formula therefore
-/// reads as with plain integers, and the program checks it once, when it takes the result.
+/// reads like one with plain integers, and the program checks it once, when it takes the result.
 ///
 /// The largest size is `isize::MAX`, Rust's limit for an object in memory, so an offset within a checked size cannot
 /// overflow.
@@ -35,7 +35,7 @@ impl Size {
     /// The next multiple of `unit`.
     ///
     /// # Panics
-    /// When `unit` is 0, which is a bug of the library: units are its constants.
+    /// When `unit` is 0, which is a bug of the library: every unit is one of the library's constants.
     #[must_use]
     pub fn next_multiple_of(self, unit: usize) -> Self {
         assert!(unit > 0, "a unit is at least 1");

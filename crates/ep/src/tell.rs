@@ -1,4 +1,4 @@
-//! Messages for the user of a program that are no errors of a call.
+//! Messages for the user of a program that are not errors of a call.
 
 use std::fmt::Display;
 use std::io::{self, Write as _};

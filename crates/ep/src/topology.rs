@@ -10,9 +10,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::{CallerError, Result};
 
-/// The most ranks of a world.
+/// Maximum number of ranks of a world.
 pub const MAX_RANKS: usize = 1 << 20;
-/// The most experts of a world.
+/// Maximum number of experts of a world.
 pub const MAX_EXPERTS: usize = 1 << 24;
 
 /// The index of one participant (a process or a GPU) in its world.
@@ -339,8 +339,8 @@ impl WorldBuilder {
         self
     }
 
-    /// Number of datacenters, which divides the number of domains. Default 1. Each has equally many consecutive
-    /// domains.
+    /// Number of datacenters, which divides the number of domains. Default 1. Each datacenter has the same
+    /// number of consecutive domains.
     pub fn datacenters(mut self, datacenters: usize) -> Self {
         self.datacenters = Some(datacenters);
         self
@@ -353,7 +353,7 @@ impl WorldBuilder {
         self
     }
 
-    /// The rank of each expert: expert `e` is on rank `owners[e]`. Ranks may hold different numbers of experts, also
+    /// The rank of each expert: expert `e` is on rank `owners[e]`. Ranks may hold different numbers of experts, or
     /// none. Replaces [`experts`](Self::experts).
     pub fn placement(mut self, owners: &[Rank]) -> Self {
         self.owners = Some(owners.to_vec());

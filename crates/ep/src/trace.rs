@@ -21,7 +21,7 @@ use crate::topology::Rank;
 pub struct RoutingTrace {
     /// Number of experts.
     pub experts: usize,
-    /// The most experts of a token.
+    /// Maximum number of experts of a token.
     pub topk: usize,
     /// How the trace was made, if the file says.
     pub source: Option<String>,
@@ -30,7 +30,7 @@ pub struct RoutingTrace {
 }
 
 impl RoutingTrace {
-    /// The largest file, in bytes. The file and the routings in it are held in memory.
+    /// Maximum size of a file, in bytes: reading holds the file and its routings in memory.
     pub const MAX_BYTES: u64 = 1 << 30;
 
     /// Reads and checks a trace: a regular file of at most [`MAX_BYTES`](Self::MAX_BYTES).
@@ -87,11 +87,11 @@ impl RoutingTrace {
         self.layers.first().map_or(0, Vec::len)
     }
 
-    /// The routings of a layer for `ranks` ranks. If the trace has another number of ranks, the recorded tokens of all
+    /// The routings of a layer for `ranks` ranks. If the trace has a different number of ranks, the recorded tokens of all
     /// ranks, in rank order, are split into `ranks` nearly equal runs.
     ///
     /// # Errors
-    /// As [`Routing::from_topk`]. A trace that was read gives no error.
+    /// Those of [`Routing::from_topk`]. A trace from [`read`](Self::read) or [`from_bytes`](Self::from_bytes) causes none.
     ///
     /// # Panics
     /// When the trace has no such layer.
@@ -325,7 +325,7 @@ mod tests {
             assert!(matches!(&error, Error::Caller(CallerError::Trace { .. })), "{error}");
             assert!(error.to_string().contains("is not a regular file"), "{error}");
         }
-        // A sparse file of 2 GiB takes no room on the disk.
+        // A sparse file of 2 GiB takes no space on the disk.
         let path = std::env::temp_dir().join(format!("hybrid-ep-huge-{}", std::process::id()));
         File::create(&path).and_then(|file| file.set_len(2 << 30)).unwrap();
         let error = RoutingTrace::read(&path).unwrap_err().to_string();

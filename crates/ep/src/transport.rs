@@ -53,19 +53,19 @@ pub struct Rail {
 }
 
 impl Rail {
-    /// The most ranks of a rail: the index of a rank has 15 bits.
+    /// Maximum number of ranks of a rail: the index of a rank has 15 bits.
     pub const MAX_RANKS: usize = 1 << (u32::BITS - Signal::BITS);
 
     /// The rail of `ranks`, by domain. This rank is the one in domain `own`.
     ///
     /// # Errors
-    /// [`CallerError::Topology`] when a rank is there twice, when there are more than [`MAX_RANKS`](Self::MAX_RANKS),
-    /// or when there is no domain `own`.
+    /// [`CallerError::Topology`] when a rank occurs twice, when there are more than [`MAX_RANKS`](Self::MAX_RANKS),
+    /// or when domain `own` does not exist.
     pub fn new(ranks: Vec<Rank>, own: usize) -> Result<Self> {
         let problem = if ranks.len() > Self::MAX_RANKS {
             format!("a rail of {} ranks; at most {} are possible", ranks.len(), Self::MAX_RANKS)
         } else if own >= ranks.len() {
-            format!("domain {own} of a rail of {} ranks", ranks.len())
+            format!("domain {own} does not exist on a rail of {} ranks", ranks.len())
         } else if ranks.iter().collect::<HashSet<_>>().len() < ranks.len() {
             "a rail that contains a rank twice".into()
         } else {
@@ -110,7 +110,7 @@ impl Rail {
         (self.own as u32) << Signal::BITS | signal.0
     }
 
-    /// The sender and the signal in these 32 bits; `None` when no peer sends them.
+    /// The sender and the signal in these 32 bits; `None` when they name no peer.
     pub fn open_immediate(&self, immediate: u32) -> Option<(Rank, Signal)> {
         let sender = (immediate >> Signal::BITS) as usize;
         let rank = *self.ranks.get(sender).filter(|_| sender != self.own)?;
@@ -118,7 +118,7 @@ impl Rail {
     }
 }
 
-/// Which engine carries bytes between domains. All ranks use the same one.
+/// The engine that carries bytes between domains, and its options. All ranks use the same engine.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct TransportOptions {
@@ -128,10 +128,10 @@ pub struct TransportOptions {
     /// This rank's network address, which selects its interface; `None`: the engine chooses, `tcp` 127.0.0.1.
     /// `HYBRID_EP_TRANSPORT_ADDRESS`.
     pub address: Option<String>,
-    /// The NICs of this machine, by the names of their domains in libfabric (`fi_info` prints them), such as `mlx5_0`:
-    /// those of a rank together. The rank with local rank `i` uses those at `i` modulo the length. Empty: those that are
-    /// nearest to the rank's GPU; without a GPU, the provider's first one. All ranks of a job use the same number.
-    /// `HYBRID_EP_TRANSPORT_NIC`, separated by commas, and those of a rank by `+`.
+    /// The NICs of this machine, one inner list per rank, by the names of their libfabric domains, such as `mlx5_0`
+    /// (`fi_info` prints these names). The rank with local rank `i` uses the list at `i` modulo the number of lists. Empty:
+    /// the NICs nearest to the rank's GPU; without a GPU, the provider's first NIC. All ranks of a job use the same number of
+    /// NICs. `HYBRID_EP_TRANSPORT_NIC`: commas separate the lists, `+` separates the NICs of one list.
     pub nics: Vec<Vec<String>>,
     /// The traffic class of messages between domains; `None`: the provider's. `HYBRID_EP_TRANSPORT_TRAFFIC_CLASS`.
     pub traffic_class: Option<TrafficClass>,
@@ -149,11 +149,11 @@ impl Default for TransportOptions {
 impl TransportOptions {
     /// The engine for ranks of one machine that needs no library.
     pub const LOOPBACK: &str = "loopback";
-    /// What the names of engines begin with that emulate a link between ranks of one machine; a [`Pace`] follows.
+    /// The prefix of the names of engines that emulate a link between ranks of one machine. A [`Pace`] follows it.
     pub const PACED: &str = "paced:";
 
-    /// The network address of this rank: that of the setting [`address`](Self::address), else the one that faces
-    /// `rendezvous`. `None` if neither gives one.
+    /// The network address of this rank: that of the setting [`address`](Self::address), else the address from which this
+    /// rank reaches `rendezvous`. `None` if neither exists.
     ///
     /// # Errors
     /// [`CallerError::Config`] for a setting that is neither an IP address nor an interface of this machine.
@@ -199,8 +199,8 @@ impl TransportOptions {
     /// A variable that is empty counts as not set.
     ///
     /// # Errors
-    /// [`CallerError::Config`] for a list of NICs with an empty name or different numbers of NICs, an unknown traffic class, and an emulated link
-    /// without a valid pace.
+    /// [`CallerError::Config`] for a list of NICs with an empty name, a name twice for one rank, or different numbers of NICs;
+    /// for an unknown traffic class; and for an emulated link without a valid pace.
     pub(crate) fn from_lookup(lookup: &impl Fn(&str) -> Option<String>) -> Result<Self> {
         let value = |key| lookup(key).map(|value| value.trim().to_string()).filter(|value| !value.is_empty());
         let nics = match value("HYBRID_EP_TRANSPORT_NIC") {
@@ -211,7 +211,7 @@ impl TransportOptions {
                 let problem = if nics.iter().flatten().any(String::is_empty) {
                     "must be names of NICs, with a comma between those of two ranks and a + between those of one"
                 } else if nics.iter().any(|names| names.len() != nics[0].len()) {
-                    "must name as many NICs for each rank"
+                    "must name the same number of NICs for each rank"
                 } else if nics.iter().any(|names| names.iter().collect::<HashSet<_>>().len() < names.len()) {
                     "must not name a NIC twice for one rank"
                 } else {
@@ -250,7 +250,7 @@ pub enum TrafficClass {
     BestEffort,
     /// Short delay.
     LowLatency,
-    /// Capacity of its own.
+    /// Capacity that is reserved for this class.
     DedicatedAccess,
     /// High throughput.
     BulkData,
@@ -313,14 +313,14 @@ pub trait Window: Send + Sync {
     fn kind(&self) -> MemoryKind;
 }
 
-/// What the layer above asks of an engine. An engine sizes its queues by it.
+/// The limits that the layer above the engine keeps. An engine sizes its queues by these limits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
-    /// The most signals in flight from one rank to another: posted, and not passed to the peer's `on_signal`.
+    /// Maximum number of signals in flight from one rank to another: posted, but not yet passed to the peer's `on_signal`.
     pub signals: usize,
-    /// The most bytes of one put.
+    /// Maximum number of bytes of one put.
     pub put_bytes: usize,
-    /// What the user can do if the engine cannot meet these numbers, for its errors: which settings to lower.
+    /// Which settings the user can lower if the engine does not support these limits. The engine's errors quote this text.
     pub advice: &'static str,
 }
 
@@ -381,14 +381,14 @@ impl Put {
 ///
 /// Puts address windows by byte offset. The only ordering guarantee is that a put's signal arrives after the put's
 /// bytes. Signals of different puts may arrive in any order. The caller must keep the source bytes unchanged until the
-/// peer has received them, which the caller learns from the peer's own signals, and must not exceed its [`Limits`].
+/// peer has received them, which the caller learns from the peer's signals. The caller must not exceed its [`Limits`].
 ///
 /// Any thread may call any method at any time; no method blocks, except [`drain`](Self::drain) until its deadline. An
-/// accepted put arrives without further calls, as long as both engines live. Dropping an engine cancels the puts that
-/// have not left.
+/// accepted put arrives without further calls, as long as both engines exist. Dropping an engine cancels the puts that
+/// have not left this rank.
 ///
-/// A peer that is gone is an error of the puts to it and, once, of `poll`. The other peers stay reachable. So the caller
-/// decides whether it still needs the peer that the error names.
+/// If a peer is gone, every put to it returns an error, and `poll` returns the error once. The other peers stay reachable, so
+/// the caller decides whether it still needs the peer that the error names.
 pub trait Transport: Send + Sync {
     /// The engine's name, for reports.
     fn name(&self) -> &str;
@@ -397,7 +397,8 @@ pub trait Transport: Send + Sync {
     ///
     /// # Errors
     /// [`CallerError`] when the put lies outside a window, or its peer is not on the rail; an engine may also refuse a put
-    /// longer than [`Limits::put_bytes`]; [`PeerError`](crate::PeerError) when the peer is gone; an environment error of the engine.
+    /// longer than [`Limits::put_bytes`]; [`PeerError`](crate::PeerError) when the peer is gone; an environment error of the
+    /// engine.
     fn put(&self, put: Put) -> Result<Posted>;
 
     /// The address of `len` bytes at `offset` of a peer's window, for an engine that maps both windows in this process.
@@ -409,8 +410,8 @@ pub trait Transport: Send + Sync {
         None
     }
 
-    /// Makes progress, and passes every signal that has arrived to `on_signal`, with the rank that sent it. Passes none
-    /// while another thread polls. `on_signal` must not call the engine.
+    /// Makes progress, and passes every signal that has arrived to `on_signal`, with the rank that sent it. Passes no
+    /// signal while another thread polls. `on_signal` must not call the engine.
     ///
     /// # Errors
     /// [`PeerError`](crate::PeerError), once for each peer that is gone; an environment error of the engine. Signals
@@ -425,8 +426,8 @@ pub trait Transport: Send + Sync {
     /// when `peer` is not on the rail; an environment error of the engine.
     fn drain(&self, peer: Rank, deadline: Instant) -> Result<()>;
 
-    /// The CPUs near the engine's network card, for threads that call the engine all the time
-    /// ([`stay_near`](crate::affinity::stay_near)). Empty if there is no card, or nothing is known of it; this is the
+    /// The CPUs near the engine's network card, for threads that call the engine continuously
+    /// ([`stay_near`](crate::affinity::stay_near)). Empty if there is no card, or if its CPUs are unknown; this is the
     /// default.
     fn near_cpus(&self) -> &[usize] {
         &[]
@@ -497,7 +498,7 @@ mod tests {
         for (wrong, part) in [
             ("mlx5_0,,mlx5_1", "with a comma between"),
             ("mlx5_0+", "with a comma between"),
-            ("mlx5_0+mlx5_1,mlx5_2", "as many NICs for each rank"),
+            ("mlx5_0+mlx5_1,mlx5_2", "the same number of NICs for each rank"),
             ("mlx5_0+mlx5_0", "must not name a NIC twice"),
         ] {
             let text = read(wrong).unwrap_err().to_string();

@@ -24,7 +24,7 @@ pub struct WeightedRows<'a, M> {
     pub weights: &'a M,
 }
 
-/// The further arguments of [`WeightRows::weight_rows`] in the backward pass.
+/// The additional arguments of [`WeightRows::weight_rows`] in the backward pass.
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct WeightGradients<'a, M> {
@@ -54,8 +54,8 @@ impl<'a, M> WeightedRows<'a, M> {
         Self { element, ..self }
     }
 
-    /// Checks the sizes and the buffer of all memories: the input, the output of type `element`, and those of the
-    /// backward pass.
+    /// Checks the sizes and the buffer of all memory arguments: the input, the output of type `element`, and the arguments of
+    /// the backward pass.
     ///
     /// # Errors
     /// [`CallerError`] that names the argument.
@@ -96,7 +96,7 @@ pub trait WeightRows: Backend {
     /// backend sums in its own order, which is the same in every run.
     ///
     /// # Errors
-    /// [`CallerError`] when a memory is too small or belongs to another buffer; otherwise as [`Backend::dispatch`],
+    /// [`CallerError`] when a memory argument is too small or belongs to another buffer; those of [`Backend::dispatch`]
     /// when the buffer or its device fails.
     fn weight_rows(
         &mut self,

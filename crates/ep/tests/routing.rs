@@ -8,7 +8,7 @@ use proptest::prelude::*;
 /// Experts with their weights, ascending.
 type Row = Vec<(u32, f32)>;
 
-/// A number of experts and random rows. The numbers of experts lie around one and two words of 64 bits.
+/// A number of experts and random rows. The numbers of experts are small, or near one or two words of 64 bits.
 fn rows() -> impl Strategy<Value = (usize, Vec<Row>)> {
     prop_oneof![1usize..9, 60usize..70, 120usize..135].prop_flat_map(|experts| {
         let row = prop::collection::btree_map(0..experts as u32, 0.01f32..9.0, 0..experts.min(12) + 1);

@@ -71,7 +71,8 @@ impl<'a, M> DispatchInput<'a, M> {
     }
 }
 
-/// The memory that dispatch writes. `rows` in the shapes is [`ReceiveShape::allocated_rows`](crate::layout::ReceiveShape::allocated_rows).
+/// The memory that dispatch writes. `rows` in the shapes is
+/// [`ReceiveShape::allocated_rows`](crate::layout::ReceiveShape::allocated_rows).
 ///
 /// With a capacity, dispatch leaves the rows after the last group of rows unchanged in every output.
 #[derive(Debug)]

@@ -136,7 +136,7 @@ impl LinkFormat {
     }
 }
 
-/// The largest row, in bytes. 2^32 rows of this size (row numbers have 32 bits) still fit in a 64-bit address space.
+/// Maximum size of a row, in bytes. 2^32 rows of this size (row numbers have 32 bits) still fit in a 64-bit address space.
 pub const MAX_ROW_BYTES: usize = 1 << 30;
 
 /// Checks the size of a row: a multiple of 16 bytes, not 0, at most [`MAX_ROW_BYTES`]. `hidden`, the row's number of

@@ -1,6 +1,7 @@
 //! The operators' interface ([`Backend`]) with its argument types.
 //!
-//! All matrices are row-major and contiguous. Their sizes are checked in bytes: memory may be longer than needed.
+//! All matrices are row-major and contiguous, except that the probabilities of combine may have a stride
+//! ([`CombineInput::prob_stride`]). Their sizes are checked in bytes: memory may be longer than needed.
 //!
 //! Arguments of operators are made by constructors and setters, and may get further fields. The enums [`DispatchMode`],
 //! [`Element`], [`TokenFormat`] and [`Probs`] are exhaustive: a new variant needs code in every backend, and the
@@ -95,12 +96,12 @@ pub struct HandleShape {
     pub rows: usize,
     /// The capacity that preprocess was given, rows.
     pub capacity: Option<usize>,
-    /// Rows that this rank receives, at most `rows`; dispatch leaves the rows after them unchanged. `None` as long as
-    /// only the device has the number.
+    /// Rows that this rank receives, at most `rows`; dispatch leaves the rows after them unchanged. `None` while
+    /// only the device knows the number.
     pub received_rows: Option<usize>,
 }
 
-/// One rank's end of a communicator, also called its *buffer*: the operators, and what every caller of them needs.
+/// One rank's end of a communicator, also called its *buffer*: the operators, and what their callers need.
 ///
 /// [`preprocess`](Self::preprocess), [`dispatch`](Self::dispatch) and [`combine`](Self::combine) are collective: every
 /// rank of the world calls the same operators in the same order, with the same `hidden`, element types and mode. The
@@ -116,7 +117,7 @@ pub struct HandleShape {
 ///   [`fill`](Self::fill), [`clear`](Self::clear) which a backend whose memory is host memory implements without a copy;
 /// - the operators: [`preprocess`](Self::preprocess), [`preprocess_on_device`](Self::preprocess_on_device),
 ///   [`dispatch`](Self::dispatch), [`combine`](Self::combine), [`synchronize`](Self::synchronize);
-/// - facts: of the rank, of a handle, of the bytes moved and registered.
+/// - facts about the rank, a handle, and the bytes moved and registered.
 ///
 /// Streams, events and memory that a caller has allocated are in the crates of the backends: their use needs unsafe
 /// code.
@@ -150,7 +151,7 @@ pub trait Backend {
     /// its own thread.
     ///
     /// # Errors
-    /// - [`CallerError::Config`], [`CallerError::TooLarge`] for settings out of range or that do not fit the world;
+    /// - [`CallerError::Config`], [`CallerError::TooLarge`] for settings that are out of range or do not fit the world;
     ///   [`CallerError::Topology`] for a world that the backend does not support.
     /// - [`EnvironmentError`](crate::EnvironmentError) when the system lacks memory, threads, or a usable device.
     fn threads(world: &World, config: &Config) -> Result<Vec<Self>>
@@ -160,7 +161,7 @@ pub trait Backend {
     /// Makes this process one rank of a world whose ranks are processes: the rank of `rendezvous`. Collective.
     ///
     /// # Errors
-    /// As [`threads`](Self::threads); also [`CallerError`] when the worlds or settings of the ranks differ, and
+    /// Those of [`threads`](Self::threads); also [`CallerError`] when the worlds or settings of the ranks differ, and
     /// [`PeerError`](crate::PeerError) that names a rank which does not join, dies or fails.
     fn join(world: &World, rendezvous: &mut dyn Rendezvous, config: &Config) -> Result<Self>
     where
@@ -174,11 +175,11 @@ pub trait Backend {
 
     /// Allocates at least `bytes` bytes, of the kind that operators use without a staging copy.
     ///
-    /// Only this buffer accepts the memory. Every other buffer rejects it, even the buffer of another rank.
+    /// Only this buffer accepts the memory. Every other buffer rejects it, including the buffers of other ranks.
     ///
     /// # Errors
     /// - [`CallerError::TooLarge`] for a size beyond the address space.
-    /// - [`EnvironmentError`](crate::EnvironmentError) when there is not enough memory; it says how much there is.
+    /// - [`EnvironmentError`](crate::EnvironmentError) when there is not enough memory; the error says how much there is.
     /// - [`PeerError`](crate::PeerError) when a peer that is another process does not accept the memory.
     /// - The error that made the buffer unusable, if one did.
     fn alloc(&mut self, bytes: usize) -> Result<Self::Memory>;
@@ -198,18 +199,18 @@ pub trait Backend {
     /// The first `len` bytes of `memory`: borrowed if it is host memory, else a copy. Waits for earlier operators.
     ///
     /// # Errors
-    /// As [`download`](Self::download).
+    /// Those of [`download`](Self::download).
     fn read<'m>(&mut self, memory: &'m Self::Memory, len: usize) -> Result<Cow<'m, [u8]>> {
         let mut bytes = vec![0; len];
         self.download(memory, &mut bytes)?;
         Ok(Cow::Owned(bytes))
     }
 
-    /// Replaces the first `len` bytes of `memory`. `write` must set all bytes of the slice that it is given, whose
-    /// content is unspecified: the bytes of `memory` themselves if it is host memory.
+    /// Replaces the first `len` bytes of `memory`. `write` must set all bytes of its slice, whose initial content is
+    /// unspecified. If `memory` is host memory, the slice is part of `memory` itself.
     ///
     /// # Errors
-    /// As [`upload`](Self::upload).
+    /// Those of [`upload`](Self::upload).
     fn fill(
         &mut self,
         memory: &mut Self::Memory,
@@ -221,10 +222,10 @@ pub trait Backend {
         self.upload(&bytes, memory)
     }
 
-    /// Zeroes these bytes of `memory`, in the order of the operators. Does not wait for them.
+    /// Zeroes these bytes of `memory`, after all earlier operators and before all later ones. Does not wait.
     ///
     /// # Errors
-    /// As [`upload`](Self::upload).
+    /// Those of [`upload`](Self::upload).
     fn clear(&mut self, memory: &mut Self::Memory, bytes: Range<usize>) -> Result<()>;
 
     /// Bytes of registered memory that this rank holds, free parts included.
@@ -245,14 +246,14 @@ pub trait Backend {
         capacity: Option<usize>,
     ) -> Result<Self::Handle>;
 
-    /// Like [`preprocess`](Self::preprocess), of a routing in this buffer's memory. Writes the outputs of `report`.
+    /// Like [`preprocess`](Self::preprocess), for a routing in this buffer's memory. Writes the outputs of `report`.
     ///
     /// On a GPU, a call with a capacity does not wait for the GPU: errors of the routing are returned by a later
-    /// [`synchronize`](Self::synchronize). Without a capacity it waits for the counts, which a CUDA graph cannot
-    /// capture.
+    /// [`synchronize`](Self::synchronize). Without a capacity, the call waits for the counts; a CUDA graph
+    /// cannot capture such a call.
     ///
     /// # Errors
-    /// As [`preprocess`](Self::preprocess); also [`CallerError::Shape`] and [`CallerError::Memory`] for the memory of
+    /// Those of [`preprocess`](Self::preprocess); also [`CallerError::Shape`] and [`CallerError::Memory`] for the memory of
     /// the routing and of the report.
     fn preprocess_on_device(
         &mut self,
@@ -298,7 +299,7 @@ pub trait Backend {
     /// is rounded to [`CombineInput::wire`], and the result to [`CombineInput::element`]. Dropped rows count as zero.
     ///
     /// # Errors
-    /// As [`dispatch`](Self::dispatch); also [`CallerError::Handle`] when the handle was never dispatched.
+    /// Those of [`dispatch`](Self::dispatch); also [`CallerError::Handle`] when the handle was never dispatched.
     fn combine(
         &mut self,
         handle: &Self::Handle,
@@ -346,7 +347,7 @@ pub trait BackendExt: Backend {
     /// Calls [`Backend::dispatch`] with new memory of the right size.
     ///
     /// # Errors
-    /// As [`Backend::alloc`] and [`Backend::dispatch`].
+    /// Those of [`Backend::alloc`] and [`Backend::dispatch`].
     fn dispatch_new(
         &mut self,
         handle: &Self::Handle,
@@ -386,7 +387,7 @@ pub trait BackendExt: Backend {
     /// Calls [`Backend::combine`] with new memory of the right size.
     ///
     /// # Errors
-    /// As [`Backend::alloc`] and [`Backend::combine`].
+    /// Those of [`Backend::alloc`] and [`Backend::combine`].
     fn combine_new(
         &mut self,
         handle: &Self::Handle,

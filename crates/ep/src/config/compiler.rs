@@ -42,7 +42,7 @@ impl CudaEnv {
     }
 }
 
-/// In this order: active environments, the directories that Python's variables name, the prefixes of the `bin`
+/// The directories in this order: active environments, the directories that Python's variables name, the prefixes of the `bin`
 /// directories on the `PATH` (an environment may be used without being activated), the user's packages, the system's.
 fn python_roots(path: &impl Fn(&str) -> Option<PathBuf>) -> Vec<PathBuf> {
     let list = |key: &str| -> Vec<PathBuf> {

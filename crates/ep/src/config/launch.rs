@@ -18,10 +18,11 @@ pub struct LaunchEnv {
 
 impl LaunchEnv {
     /// Reads `RANK` and `WORLD_SIZE` (torchrun), or `SLURM_PROCID` and `SLURM_NTASKS` (SLURM). `None` when neither
-    /// `RANK` nor `SLURM_PROCID` is set; a `WORLD_SIZE` above 1 is then an error, since each process would run alone.
+    /// `RANK` nor `SLURM_PROCID` is set; a `WORLD_SIZE` other than 1 is then an error, since each process would run alone.
     ///
     /// The rendezvous is at `HYBRID_EP_STORE` (`host:port`), else at `MASTER_ADDR` (default 127.0.0.1) and port
-    /// `MASTER_PORT` + 1, since torchrun itself listens on `MASTER_PORT`. A job of one rank needs neither variable.
+    /// `MASTER_PORT` + 1, since torchrun itself listens on `MASTER_PORT`. A job of one rank needs none of these
+    /// variables.
     ///
     /// The generation is `HYBRID_EP_GENERATION`, else `SLURM_RESTART_COUNT`, else 0. torchrun's restart count is not
     /// read: a machine that joins later counts from 0.

@@ -49,12 +49,12 @@ pub struct Config {
     pub stall_timeout: Duration,
     /// Lets the program stop a waiting operator. Default none. Not read from the environment.
     pub interrupt: Interrupt,
-    /// The most tokens of a chunk. Default 64. A chunk has fewer tokens when a slot cannot hold this many. The CUDA
-    /// backend uses at most 4 (fewer on a rank with fewer than 1024 tokens), but more where a rank would otherwise have
+    /// Maximum number of tokens of a chunk. Default 64. A chunk has fewer tokens when a slot cannot hold this many. The CUDA
+    /// backend uses at most 4 (fewer on a rank with fewer than 1024 tokens), or more if a rank would otherwise have
     /// over 1024 chunks. `HYBRID_EP_CHUNK_TOKENS`, 1..=65,536.
     pub chunk_tokens: usize,
     /// A name for this rank's machine, at most 64 printable characters without spaces. Ranks share memory only if their
-    /// names are equal. Default none: the system tells machines apart. `HYBRID_EP_MACHINE`.
+    /// names are equal. Default none: the system's identifiers tell machines apart. `HYBRID_EP_MACHINE`.
     pub machine: Option<String>,
     /// Tunables of the host backend.
     pub host: HostConfig,
@@ -78,10 +78,10 @@ pub struct HostConfig {
     /// ([`Transport::lend`](crate::Transport::lend)). If false, a rank packs each message in its own window and the
     /// engine carries it, as over a network. Default true. `HYBRID_EP_LEND`, 0 or 1.
     pub lend: bool,
-    /// The engine that carries bytes between domains. [`TransportOptions`] has its variables.
+    /// The engine that carries bytes between domains. [`TransportOptions`] names its variables.
     pub transport: TransportOptions,
     /// A rank writes outputs larger than this many bytes with stores that bypass the caches. Default 4 MiB.
-    /// `HYBRID_EP_STREAMING_BYTES`, any.
+    /// `HYBRID_EP_STREAMING_BYTES`, any number.
     pub streaming_bytes: usize,
 }
 
@@ -97,13 +97,13 @@ pub struct CudaConfig {
     /// Streams of one process that the CUDA driver runs concurrently on a GPU. The driver reads the same variable.
     /// Default 8. `CUDA_DEVICE_MAX_CONNECTIONS`, 1..=32.
     pub device_connections: usize,
-    /// Between NVLink domains: the most tokens of a rank. Equal on all ranks, as the next two. Default 4,096.
-    /// `HYBRID_EP_CUDA_RAIL_TOKENS`, 1..=1,048,576.
+    /// Between NVLink domains: maximum number of tokens of a rank. Must be equal on all ranks, like the next two fields.
+    /// Default 4,096. `HYBRID_EP_CUDA_RAIL_TOKENS`, 1..=1,048,576.
     pub rail_tokens: usize,
-    /// Between NVLink domains: how many experts of one other domain a token chooses on average, at most. Default 8.
+    /// Between NVLink domains: maximum average number of experts of one other domain that a token chooses. Default 8.
     /// `HYBRID_EP_CUDA_RAIL_CHOICES`, 1..=1,024.
     pub rail_choices: usize,
-    /// Between NVLink domains: bytes of a lane, which has the rows that a rank sends to one other domain in an operator.
+    /// Between NVLink domains: bytes of a lane, which holds the rows that a rank sends to one other domain in an operator.
     /// A rank has four lanes of pinned host memory per domain. Default 64 MiB. `HYBRID_EP_CUDA_LANE_BYTES`,
     /// 4 KiB..=16 GiB.
     pub lane_bytes: usize,
@@ -150,8 +150,8 @@ impl Default for CudaConfig {
 }
 
 impl Config {
-    /// The defaults, overridden by the environment variables that are set. Says on stderr, once, which variables begin with
-    /// `HYBRID_EP_` and are no settings.
+    /// The defaults, overridden by the environment variables that are set. Names on stderr, once per process, the variables
+    /// that begin with `HYBRID_EP_` but are not settings.
     ///
     /// # Errors
     /// [`CallerError::Config`] for a variable that is not a number or is out of range.
@@ -166,7 +166,7 @@ impl Config {
     }
 
     /// How long the machine of a peer may acknowledge nothing before the peer counts as unreachable: three quarters of the
-    /// stall bound, so that such a peer is not reported as stopped.
+    /// stall bound, so that such a peer is not reported as stalled.
     pub fn network_timeout(&self) -> Duration {
         self.stall_bound().mul_f64(0.75)
     }
@@ -175,12 +175,12 @@ impl Config {
     pub fn bounds(&self, fault: PeerFault) -> String {
         let remedy = match fault {
             PeerFault::Stalled => {
-                "look whether the rank's process is stopped (a signal, a debugger) or its machine or GPU hangs, and raise the \
-                 bound if it is only slow"
+                "check whether the rank's process is stopped (by a signal or a debugger) or its machine or GPU hangs, and \
+                 raise the bound if the rank is only slow"
             }
             _ => {
-                "raise the bound if the rank is only slow, or find where the ranks' calls differ: an operator, or another \
-                 collective in which that rank waits, left out on some rank"
+                "raise the bound if the rank is only slow, or find where the ranks' calls differ: some rank may have left out \
+                 an operator, or another collective in which the late rank waits"
             }
         };
         format!(

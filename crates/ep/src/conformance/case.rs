@@ -74,9 +74,9 @@ pub enum RoutingKind {
 pub enum CapacityKind {
     /// No capacity.
     Unbounded,
-    /// Exactly the rows without a capacity.
+    /// Exactly the number of rows without a capacity.
     Exact,
-    /// About half the rows without a capacity; fewer than those unless there are none.
+    /// About half the number of rows without a capacity; always less, unless that number is 0.
     TooSmall,
     /// 0 rows.
     Zero,
@@ -116,7 +116,7 @@ pub enum ProbsKind {
     Skip,
     /// The routing's weights.
     Routing,
-    /// A dense matrix, non-zero also where a token did not choose the expert.
+    /// A dense matrix, non-zero even where a token did not choose the expert.
     Dense,
 }
 

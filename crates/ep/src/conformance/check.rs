@@ -17,9 +17,9 @@ use crate::weight::WeightRows;
 const GUARD: usize = 80;
 
 impl Prepared {
-    /// Runs the case on this rank: preprocess, of a [`Routing`](crate::Routing) or of a routing in the backend's memory
-    /// by the case's seed, then for each run a dispatch, a combine, a combine with probabilities,
-    /// and [`WeightRows`] on the expert output rows.
+    /// Runs the case on this rank: preprocess, then for each run a dispatch, a combine, a combine with probabilities, and
+    /// [`WeightRows`] on the expert output rows. The case's seed determines whether the input of preprocess is a
+    /// [`Routing`](crate::Routing) or a routing in the backend's memory.
     ///
     /// The first run waits after every operator; later runs queue their operators. The second run makes another handle
     /// between dispatch and combine. Memory in every second run has exactly the size that the operators need; in the
@@ -34,8 +34,8 @@ impl Prepared {
         self.check_on(backend, &mut None)
     }
 
-    /// As [`check`](Self::check), on the handle of an earlier check of the same routing. If `handle` is `None`, it
-    /// makes a handle and stores it there.
+    /// Like [`check`](Self::check), on the handle of an earlier check of the same routing. If `handle` is `None`, makes a
+    /// handle and stores it in `handle`.
     pub(super) fn check_on<B: WeightRows>(
         &self,
         backend: &mut B,
@@ -59,7 +59,7 @@ pub(super) struct Check<'a, B: Backend> {
     pub(super) rank: Rank,
     pub(super) backend: &'a mut B,
     run: usize,
-    /// The first difference. The rank goes on after it, since its peers depend on this rank's operators.
+    /// The first difference. The rank continues after it, since its peers depend on this rank's operators.
     first: Option<Failure>,
 }
 
@@ -124,7 +124,7 @@ impl<'a, B: WeightRows> Check<'a, B> {
         Ok(handle)
     }
 
-    /// Checks both shapes of a handle of a routing of `tokens` tokens.
+    /// Checks the receive shape and the handle shape of a handle whose routing has `tokens` tokens.
     pub(super) fn shape_is(
         &mut self,
         handle: &B::Handle,
@@ -142,7 +142,7 @@ impl<'a, B: WeightRows> Check<'a, B> {
             tokens,
             rows: expected.allocated_rows(),
             capacity,
-            // `receive_shape` has waited for it.
+            // `receive_shape` has waited for this number.
             received_rows: Some(rows),
         };
         let found = self.backend.handle_shape(handle);
@@ -199,7 +199,8 @@ impl<'a, B: WeightRows> Check<'a, B> {
     pub(super) fn combine_memory(&mut self, with_probs: bool) -> Result<CombineMemory<B::Memory>, Failure> {
         let (tokens, probs) = self.combined();
         let Content { expert_rows, row_probs, .. } = self.content();
-        // With dense probabilities, the rows have gaps, of another length on each rank. NaN in a gap must not reach a token.
+        // With dense probabilities, a gap of 1 to 3 elements, depending on the rank, follows each row. NaN in a gap must not
+        // reach a token.
         let width = self.prepared.probs_per_row(self.rank);
         let gap = if self.case_of().probs == ProbsKind::Dense { 1 + self.rank.index() % 3 } else { 0 };
         let with_gaps = |row: &[f32]| [row, &[f32::NAN; 3][..gap]].concat();
@@ -283,7 +284,7 @@ impl<'a, B: WeightRows> Check<'a, B> {
         }
     }
 
-    /// Compares a memory with its expected content, and returns its content.
+    /// Compares the content of a memory with the expected content, and returns the former.
     pub(super) fn verify(
         &mut self,
         operator: &'static str,

@@ -37,7 +37,7 @@ pub enum Problem {
     #[error("{0}")]
     Error(Error),
     /// The backend belongs to another world.
-    #[error("the backend's world is not the case's")]
+    #[error("the backend's world differs from the world of the case")]
     World,
     /// The shape differs from the oracle's.
     #[error("expected {expected:?}, found {found:?}")]
@@ -142,8 +142,8 @@ impl fmt::Display for Difference {
         let Self { what, place, expected, found, bytes } = self;
         match place {
             Place::Row { row, column } => write!(f, "{what}, row {row} column {column}")?,
-            Place::Spare { row, byte } => write!(f, "{what}, row {row} byte {byte}, which no row reaches")?,
-            Place::Behind { byte } => write!(f, "{what}, byte {byte} behind the last row")?,
+            Place::Spare { row, byte } => write!(f, "{what}, row {row} byte {byte}, in an unused row")?,
+            Place::Behind { byte } => write!(f, "{what}, byte {byte} after the last row")?,
         }
         write!(f, ": expected {expected}, found {found} ({bytes} bytes differ)")
     }
@@ -191,7 +191,7 @@ impl Unit {
         }
     }
 
-    /// As [`show`](Self::show), and whether the operator left the value unwritten.
+    /// Like [`show`](Self::show), and says whether the operator left the value unwritten.
     fn show_found(self, bytes: &[u8]) -> String {
         let unwritten = bytes.iter().take(self.bytes()).all(|&byte| byte == POISON);
         self.show(bytes) + if unwritten { ", as before the call" } else { "" }
@@ -208,7 +208,7 @@ pub(super) struct Expected<'a> {
     pub(super) row_bytes: usize,
     /// The rows that the operator writes.
     pub(super) rows: &'a [u8],
-    /// All rows of the memory. The operator must leave those after `rows` unchanged.
+    /// Number of rows of the memory. The operator must leave the rows after `rows` unchanged.
     pub(super) allocated_rows: usize,
     /// Bytes after the allocated rows, which must stay unchanged.
     pub(super) guard: usize,

@@ -63,7 +63,7 @@ impl Case {
         }
     }
 
-    /// The decoy routing: small, different from the case's own, in the same world.
+    /// The decoy routing: small, different from the routing of the case, in the same world.
     pub(super) fn decoy_of(&self, rank: Rank) -> Routing {
         let (experts, topk) = (self.experts, self.experts.min(2));
         let seed = self.seed ^ 0x5EED;
@@ -82,7 +82,7 @@ impl Case {
         }
         let mut data = Vec::with_capacity(tokens * self.format.input_row_bytes(self.hidden));
         for token in 0..tokens {
-            // Rows of different magnitude, and rows of zeros for the scale of a block of zeros.
+            // Rows differ in magnitude. Some rows are zero, to test the scale of a block of zeros.
             let size = if token % 7 == 5 { 0.0 } else { 2f32.powi(token as i32 % 11 - 6) };
             for _ in 0..self.hidden {
                 let value = rng.random_range(-4.0f32..4.0) * size;
@@ -97,7 +97,7 @@ impl Case {
         (data, Vec::new())
     }
 
-    /// A dense matrix of probabilities, non-zero also where a token did not choose the expert.
+    /// A dense matrix of probabilities, non-zero even where a token did not choose the expert.
     pub(super) fn dense_of(&self, rank: Rank, run: usize) -> Vec<f32> {
         self.probs_of(self.tokens[rank.index()] * self.experts, self.rng(rank, Purpose::Dense, run))
     }
@@ -162,7 +162,7 @@ fn summand(column: usize, rng: &mut ChaCha8Rng) -> u32 {
     value.to_bits()
 }
 
-/// A summand, as f32 bits, whose sums reach the ends of the range of numbers.
+/// A summand, as f32 bits, whose sums reach the limits of the range of f32.
 fn special_summand(column: usize, rng: &mut ChaCha8Rng) -> u32 {
     let random: u32 = rng.random();
     match column % 6 {
@@ -185,7 +185,7 @@ fn odd(rng: &mut ChaCha8Rng) -> u32 {
         0x7FC0_0000, // NaN
         0xFFC1_2345, // a negative NaN with a payload
         0x7F81_0001, // a signalling NaN
-        0x7FFF_FFFF, // the canonical one
+        0x7FFF_FFFF, // the canonical NaN
         0x7F80_0000, // infinity
         0xFF80_0000,
         0x0000_0000,
@@ -193,7 +193,7 @@ fn odd(rng: &mut ChaCha8Rng) -> u32 {
         0x0001_0001, // subnormal
         0x807F_FFFF,
         0x0080_0000, // the smallest normal
-        0x7F7F_FFFF, // the largest
+        0x7F7F_FFFF, // the largest finite value
         0xFF7F_0000,
         0x3F80_0000,
     ];

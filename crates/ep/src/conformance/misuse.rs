@@ -132,7 +132,7 @@ impl<B: WeightRows> Check<'_, B> {
         const OPERATOR: &str = "preprocess";
         let Case { mode, experts, ranks, .. } = *self.case_of();
         let (rank, good) = (self.rank, self.prepared.routings[self.rank.index()].clone());
-        self.refused(OPERATOR, "a routing for another number of experts", |backend| {
+        self.refused(OPERATOR, "a routing for a different number of experts", |backend| {
             backend.preprocess(&Routing::empty(rank, experts + 1), mode, None)
         })?;
         self.refused(OPERATOR, "a capacity that is not a multiple of pad_multiple", |backend| {
@@ -170,7 +170,7 @@ impl<B: WeightRows> Check<'_, B> {
             case.probs = ProbsKind::Dense;
             memory.dense = Some(short);
         })?;
-        self.refused_dispatch(handle, "memory for probs that do not travel", |case, _| {
+        self.refused_dispatch(handle, "memory for probs that are not sent", |case, _| {
             case.probs = ProbsKind::Skip;
         })?;
         let spare = self.memory(1 << 12)?;
@@ -242,7 +242,7 @@ impl<B: WeightRows> Check<'_, B> {
             memory.out_probs = Some(short);
         })?;
 
-        // A rank without rows accepts memory of any size. It would enter the operator while its peers refuse theirs.
+        // A rank without rows accepts memory of any size. It would enter the operator while its peers refuse the call.
         let received = &self.prepared.received;
         if received.iter().any(|received| received.shape.rows == 0) {
             return Ok(());

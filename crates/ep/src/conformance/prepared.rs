@@ -17,7 +17,7 @@ pub struct Prepared {
     pub(super) capacity: Vec<Option<usize>>,
     /// The rows that each rank receives.
     pub(super) received: Vec<ReceivedRows>,
-    /// The routings of a second handle, made while the case's handle is in use, and the rows for it.
+    /// The routings of a second handle, made while the case's handle is in use, and the rows that each rank receives for them.
     pub(super) decoys: Vec<Routing>,
     pub(super) decoys_received: Vec<ReceivedRows>,
     /// Indexed by run, then by rank.
@@ -27,7 +27,7 @@ pub struct Prepared {
 /// The inputs and expected outputs of one rank in one run.
 #[derive(Debug)]
 pub(super) struct Content {
-    /// Input of dispatch. `probs` is the dense matrix of the probabilities, also if they are the routing's weights.
+    /// Input of dispatch. `probs` is the dense matrix of the probabilities, even if they are the routing's weights.
     pub(super) input: Tokens,
     pub(super) dispatched: Dispatched,
     /// Input of combine: `[allocated rows, hidden]`.
@@ -57,8 +57,8 @@ impl Case {
         self.prepare_in(self.world()?, 0)
     }
 
-    /// As [`prepare`](Self::prepare), in a world that the caller has made, with runs numbered from `first_run` on. The
-    /// number of a run determines its tokens and probabilities, but not the routing.
+    /// Like [`prepare`](Self::prepare), in a world that the caller has made, with runs numbered from `first_run`. The
+    /// number of a run determines its tokens, expert outputs and probabilities, but not the routing.
     pub(super) fn prepare_in(&self, world: World, first_run: usize) -> Result<Prepared> {
         self.check()?;
         let routings = routings(self, &world)?;
@@ -183,8 +183,9 @@ impl Prepared {
     /// The largest error of a sum of `summands`, relative to the sum of their magnitudes.
     ///
     /// A rounding has a relative error of at most `u`, half a unit in the last place, and `d` successive roundings have
-    /// at most `(1 + u)^d - 1`. One summand passes at most one f32 addition per summand, per rank of the domain and per
-    /// domain, one rounding to the wire type between ranks and one between domains, and one to the type of the result.
+    /// at most `(1 + u)^d - 1`. A summand is part of at most one f32 addition per summand, per rank of the domain and per
+    /// domain, and is rounded at most once to the wire type between ranks, once between domains, and once to the type of the
+    /// result.
     fn relative_bound(&self, summands: usize) -> f64 {
         const HALF_ULP_BF16: f64 = 1.0 / 256.0;
         const HALF_ULP_F32: f64 = 1.0 / 16_777_216.0;

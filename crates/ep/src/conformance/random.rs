@@ -30,7 +30,7 @@ pub(super) struct RandomWorld {
 }
 
 impl RandomWorld {
-    /// Draws the experts: equally many on each rank, or by a table.
+    /// Draws the experts: the same number on each rank, or a placement table.
     pub(super) fn draw(rng: &mut ChaCha8Rng, ranks: usize, domains: usize) -> Self {
         let owners = rng.random_bool(0.4).then(|| owners(rng, ranks));
         let experts = owners.as_ref().map_or_else(|| ranks * rng.random_range(1..=4), Vec::len);

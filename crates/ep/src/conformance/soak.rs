@@ -13,11 +13,11 @@ use crate::error::Result;
 use crate::topology::World;
 use crate::weight::WeightRows;
 
-/// Of this many iterations, one makes a handle that is kept.
+/// One of this many iterations makes a handle that is kept.
 const KEEP_EVERY: u64 = 5;
 /// Number of handles that are kept.
 const KEPT: u64 = 8;
-/// The most runs of an iteration.
+/// Maximum number of runs of an iteration.
 const MOST_RUNS: usize = 2;
 
 /// A sequence of iterations in one world, determined by the seed and the size of the world. Each iteration can be
@@ -51,7 +51,7 @@ impl Soak {
     /// # Errors
     /// [`crate::CallerError::Topology`] for an invalid topology.
     pub fn new(seed: u64, ranks: usize, domains: usize) -> Result<Self> {
-        // Checked with one expert per rank: `draw` needs a valid topology.
+        // Check the topology, with one expert per rank: `draw` needs a valid one.
         World::builder().ranks(ranks).domains(domains).experts(ranks).build()?;
         let drawn = RandomWorld::draw(&mut ChaCha8Rng::seed_from_u64(seed), ranks, domains);
         // All cases of `drawn` have the same world.
@@ -125,12 +125,12 @@ impl<H> Default for Soaking<H> {
 }
 
 impl<H> Soaking<H> {
-    /// Runs the next iteration on this rank. Every rank must call this for all iterations in order, from 0 on, with the
+    /// Runs the next iteration on this rank. Every rank must call this for all iterations in order, starting at 0, with the
     /// same backend. Ranks need not synchronise between iterations.
     ///
     /// # Errors
     /// The first [`Failure`] of the iteration. Drop the backend if it [`stopped`](Failure::stopped); otherwise the
-    /// caller may go on with the next iteration.
+    /// caller may continue with the next iteration.
     ///
     /// # Panics
     /// When the caller skipped an iteration.
@@ -168,7 +168,7 @@ fn size(rng: &mut ChaCha8Rng, step: usize) -> Size {
     Size { most_tokens, hidden: step * rng.random_range(1..=widest / step) }
 }
 
-/// The most elements of a token when the handle of `case` is reused. Bounds the size of cases with many tokens.
+/// Maximum number of elements of a token when the handle of `case` is reused. Bounds the size of cases with many tokens.
 fn widest(case: &Case) -> usize {
     let most = case.tokens.iter().copied().max().unwrap_or(0);
     if most > 60 { 64 } else { 512 }

@@ -126,8 +126,8 @@ impl<B: WeightRows> Check<'_, B> {
     }
 }
 
-/// For each value a factor whose product with it is between 1 and 2, so that every product affects the sum: expert rows
-/// hold values that are too large to add to others. The factor of a value far from 1 is 0.
+/// For each value, a factor whose product with the value is between 1 and 2, so that every product affects the sum. Without
+/// the factors, large values of expert rows would absorb the others. The factor of an extremely small or large value is 0.
 fn partners(values: &[f32]) -> Vec<f32> {
     let partner = |(at, &value): (usize, &f32)| {
         let size = value.abs();

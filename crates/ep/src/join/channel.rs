@@ -18,7 +18,8 @@ const CODE: usize = size_of::<Code>();
 #[derive(Debug)]
 pub(super) struct Direction {
     key: Key,
-    /// Number of messages so far. The code covers it, so a repeated, omitted or reordered message has a wrong code.
+    /// Number of messages so far. A message's code covers this number, so a repeated, omitted or reordered message has a wrong
+    /// code.
     count: u64,
 }
 
@@ -27,7 +28,7 @@ impl Direction {
         Self { key, count: 0 }
     }
 
-    /// A direction in which no messages go.
+    /// A direction that carries no messages.
     #[cfg(target_os = "linux")]
     fn silent() -> Self {
         Self::new(Key::of(b"no direction", b""))
@@ -75,8 +76,8 @@ impl End {
     }
 }
 
-/// Whether an error says that the network does not reach the other end: the end of its machine's acknowledgements, or a
-/// router's answer.
+/// Whether an error says that the network does not reach the other end: the other end's machine acknowledges nothing, or a
+/// router reports that it cannot be reached.
 pub(super) fn is_unreachable(error: ErrorKind) -> bool {
     use ErrorKind::{HostUnreachable, NetworkDown, NetworkUnreachable, TimedOut};
     matches!(error, TimedOut | HostUnreachable | NetworkUnreachable | NetworkDown)
@@ -98,7 +99,7 @@ impl Channel {
         Self { wire, inward, outward, longest: MAX_MESSAGE, malformed: false }
     }
 
-    /// Accepts no bodies longer than this any more.
+    /// From now on, accepts no body longer than `bytes`.
     #[cfg(target_os = "linux")]
     pub(super) fn accept_at_most(&mut self, bytes: usize) {
         self.longest = bytes;
@@ -123,7 +124,7 @@ impl Channel {
         self.put(Piece::Own(message));
     }
 
-    /// As [`send`](Self::send), with a body that several connections share without copying it.
+    /// Like [`send`](Self::send), with a body that several connections share without copying it.
     pub(super) fn send_shared(&mut self, kind: u8, body: &Arc<Vec<u8>>) {
         let head = ((1 + body.len()) as u32).to_le_bytes();
         let code = self.outward.code(&head, &[&[kind], body]);
@@ -132,7 +133,7 @@ impl Channel {
         self.wire.send(Piece::Own(code.to_vec()));
     }
 
-    /// As [`send`](Self::send), with a descriptor.
+    /// Like [`send`](Self::send), with a descriptor.
     #[cfg(target_os = "linux")]
     pub(super) fn send_descriptor(&mut self, kind: u8, body: &[u8], descriptor: OwnedFd) {
         let message = [&[kind], body].concat();
@@ -142,7 +143,7 @@ impl Channel {
     fn put(&mut self, piece: Piece) {
         let message = piece.bytes();
         let head = (message.len() as u32).to_le_bytes();
-        // The code covers kind and body as two parts, as the receiver splits them.
+        // The code covers kind and body as two parts, because the receiver passes the same two parts to `verify`.
         let (kind, body) = message.split_at(1);
         let code = self.outward.code(&head, &[kind, body]);
         let whole = [&head[..], message, &code].concat();
@@ -165,7 +166,7 @@ impl Channel {
         found
     }
 
-    /// As [`receive`](Self::receive), but returns `None` for a message of `kind` and leaves it for a later call.
+    /// Like [`receive`](Self::receive), but returns `None` for a message of `kind` and leaves it for a later call.
     pub(super) fn receive_unless(&mut self, kind: u8) -> Option<Incoming> {
         match self.wire.peek(HEAD + 1).map(|message| message[HEAD]) {
             Some(found) if found == kind => None,

@@ -12,7 +12,7 @@ use super::secret::Key;
 use super::wire::{Socket, Wire};
 use crate::topology::Rank;
 
-/// A socket from which these bytes, then its end, can be read. Truncates the bytes to what a socket holds unread.
+/// A socket that delivers these bytes and then ends. Truncates the bytes to what a socket holds unread.
 fn sent(bytes: &[u8]) -> Socket {
     let (near, mut far) = UnixStream::pair().expect("a pair of sockets");
     far.write_all(&bytes[..bytes.len().min(16 << 10)]).expect("a socket has room");
@@ -99,7 +99,7 @@ pub fn converse(mut script: &[u8]) {
     assert!(matches!(near.receive(), Some(Incoming::End(_))), "the end of the connection is not noticed");
 }
 
-/// Parses `bytes` as the introduction of a member, of which they are all but the first line.
+/// Parses a valid first line followed by `bytes` as the introduction of a member.
 ///
 /// # Panics
 /// When writing and parsing the introduction again changes it.

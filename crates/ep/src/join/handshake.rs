@@ -31,7 +31,7 @@ const PROOF: usize = 32;
 pub(super) enum Role {
     /// From a rank to rank 0, for the rendezvous.
     Rendezvous = 1,
-    /// From a rank to another rank: for descriptors of memory on one machine, for states between machines.
+    /// From a rank to another rank: for descriptors of memory on one machine, for the status of ranks between machines.
     #[cfg(target_os = "linux")]
     Link = 2,
 }

@@ -20,7 +20,7 @@ use crate::topology::Rank;
 /// The grace period: when a rank left, is late or stalled, another rank's death may be the cause. The hub waits this
 /// long for news of such a death before it reports the rank.
 pub(super) const GRACE_PERIOD: Duration = Duration::from_millis(200);
-/// When a rank is lost before all ranks have joined: how long rank 0 still sends the loss to ranks that connect.
+/// How long rank 0 still sends a loss to ranks that connect, if a rank is lost before all ranks have joined.
 const LINGER: Duration = Duration::from_secs(1);
 /// The bound for sending rank 0's final messages.
 const FINAL_SEND: Duration = Duration::from_millis(200);
@@ -46,9 +46,9 @@ pub(super) struct Hub {
     /// The first rank that has left without an error. It may have joined, so this is a loss only for an exchange that needs
     /// the rank.
     left: Option<(Loss, Instant)>,
-    /// The rank that this one waits for, as the others were told last, and when.
+    /// The rank that rank 0 waits for, as last sent to the other ranks, and when it was sent.
     told: Option<(Rank, Instant)>,
-    /// The loss that ended the job, once all ranks were told.
+    /// The loss that ended the job, once it was sent to all ranks.
     over: Option<Loss>,
 }
 
@@ -96,7 +96,7 @@ impl Hub {
     fn admit(&mut self, reception: &mut Reception<'_>, store: &Store) -> Result<()> {
         let clock = Clock::new(self.timeout);
         let mut refused = String::new();
-        // The loss that all ranks were told of, and when. Ranks that join later are only told of it.
+        // The loss that was sent to all ranks, and when. Ranks that connect later only receive this loss.
         let mut lost: Option<(Loss, Instant)> = None;
         loop {
             for (claim, channel) in reception.turn()? {
@@ -116,7 +116,7 @@ impl Hub {
                 }
             } else if let Some(mut loss) = self.settled(self.unsure()) {
                 if loss.fault == PeerFault::Absent {
-                    // The rank that reports it has timed out and knows no cause. Rank 0 adds it.
+                    // The reporting rank has timed out and knows no cause. Rank 0 adds the cause.
                     loss.text = Text::Seen(cause_of_absence(&refused, reception.dropped, store));
                 }
                 self.broadcast(kind::LOST, &loss.to_bytes());
@@ -144,7 +144,7 @@ impl Hub {
         }
     }
 
-    /// Admits an authenticated rank, or tells it why not. A rank that has already joined keeps its seat.
+    /// Admits an authenticated rank, or sends it the reason for the refusal. A rank that has already joined keeps its seat.
     fn seat(&mut self, claim: Claim, mut channel: Channel, refused: &mut String) {
         let Claim { from, ranks, generation, .. } = claim;
         let place = from.index().checked_sub(1).filter(|&at| at < self.seats.len());
@@ -191,8 +191,8 @@ impl Hub {
         }
     }
 
-    /// Tells all ranks which rank is missing, if that has changed or they were told [`REPEAT`] ago. Returns when to tell
-    /// them again.
+    /// Tells all ranks which rank is missing, if it has changed or was last sent [`REPEAT`] ago. Returns when to send it
+    /// again.
     fn tell_missing(&mut self, missing: Rank) -> Instant {
         let now = Instant::now();
         match self.told {
@@ -256,7 +256,7 @@ impl Hub {
                 kind::LOST => {
                     seat.leaving = true;
                     match Loss::from_bytes(&message[1..]) {
-                        // The rank reports rank 0, which is alive: the reporting rank has given up on its own.
+                        // The rank reports rank 0 as lost, but rank 0 is alive: the reporting rank itself has given up.
                         Some(loss) if loss.peer == ZERO => Loss::new(
                             rank,
                             PeerFault::Failed,
@@ -336,7 +336,7 @@ impl Hub {
             if let Some(loss) = self.settled(self.unsure()) {
                 return Err(self.conclude(loss, WHAT, &clock));
             }
-            // After the deadline, the grace period: another rank's death may be the reason for the missing blob.
+            // Wait for the grace period after the deadline: another rank's death may be the reason for the missing blob.
             let last = clock.deadline + GRACE_PERIOD;
             if Instant::now() >= last {
                 return Err(self.conclude(Loss::new(missing, PeerFault::Late, ""), WHAT, &clock));
@@ -354,9 +354,9 @@ impl Hub {
     }
 
     fn hand_out(&mut self, all: &[Arc<Vec<u8>>], clock: &Clock) -> Result<()> {
-        // A rank may be late to read. A socket that stays full for the network timeout ends, although the other machine
-        // acknowledges that it is full. The exchange must time out before the socket. A socket that ends first would report
-        // a late rank as unreachable.
+        // A rank may be late to read. A socket that stays full for the network timeout ends, even if the other machine still
+        // acknowledges. The exchange must time out before the socket ends: otherwise a late rank would be reported as
+        // unreachable.
         let is_long = all.iter().map(|blob| blob.len()).sum::<usize>() > BUFFERED;
         for seat in &mut self.seats {
             let Some(channel) = &mut seat.channel else { continue };
@@ -369,7 +369,7 @@ impl Hub {
             }
         }
         loop {
-            // A rank that has all blobs may go on, leave or die. Such a loss concerns the next exchange, not this one.
+            // A rank that has all blobs may continue, leave or die. Such a loss concerns the next exchange, not this one.
             self.progress();
             let has_unsent = |seat: &Seat| seat.channel.as_ref().is_some_and(|c| c.wire().has_unsent());
             let Some(slow) = self.first(has_unsent) else { return Ok(()) };
@@ -392,14 +392,14 @@ impl Hub {
         error
     }
 
-    /// The error of a rank that was lost since the last exchange. Tells all ranks which one it is.
+    /// The error about a rank that was lost since the last exchange. Tells all ranks which rank is lost.
     pub(super) fn lost(&mut self) -> Option<Error> {
         let clock = Clock::new(Duration::ZERO);
         if let Some(loss) = &self.over {
             return Some(loss.error(ZERO, None, WHAT, clock.waited()));
         }
         self.progress();
-        // A rank that has joined and left is no loss for a rank that waits elsewhere.
+        // For a rank that does not wait in an exchange, a rank that has joined and left is not a loss.
         let loss = self.settled(self.vague.as_ref())?;
         Some(self.conclude(loss, WHAT, &clock))
     }

@@ -17,13 +17,13 @@ const VERSION: u32 = 1;
 /// Makes this process one rank of `world`: the rank of `rendezvous`. `make` makes the rank's buffer; it calls
 /// [`Joining::meet`], and then shares memory with the ranks that it has met. Collective.
 ///
-/// When `make` fails, this function tells the other ranks why, and only then lets the links to them end, even if `make`
-/// has dropped them: a peer reports a link that ends as a death, or as a rank that left. The error names the machine of
-/// the rank at fault in a job of several machines.
+/// When `make` fails, this function sends the reason to the other ranks. The links to them end only afterwards, even if
+/// `make` has dropped them, because a peer reports a link that ends as a rank that died or left. In a job of several
+/// machines, the error names the machine of the rank at fault.
 ///
 /// # Errors
 /// - [`CallerError::Topology`] when `world` and `rendezvous` differ in the number of ranks.
-/// - The error of `make`, or one that names a rank which was lost earlier, as [`Rendezvous::abandon`].
+/// - The error of `make`, or one that names a rank which was lost earlier (see [`Rendezvous::abandon`]).
 pub fn join<B>(
     world: &World,
     rendezvous: &mut dyn Rendezvous,
@@ -49,7 +49,8 @@ pub fn join<B>(
     })
 }
 
-/// The blobs of all ranks, in rank order. A rendezvous is code of the program, so their number is checked.
+/// The blobs of all ranks, in rank order. A program may implement [`Rendezvous`] itself, so the number of blobs is
+/// checked.
 pub(super) fn gathered(rendezvous: &mut dyn Rendezvous, blob: &[u8]) -> Result<Vec<Vec<u8>>> {
     let blobs = rendezvous.all_gather(blob)?;
     let (found, ranks) = (blobs.len(), rendezvous.ranks());
@@ -77,10 +78,10 @@ pub type Setting = (&'static str, String);
 /// What a rank tells the other ranks about itself.
 #[derive(Debug, Clone)]
 pub struct Introduction<T> {
-    /// The backend with the version of its formats: of `facts`, of messages over links, and of shared memory. All ranks
-    /// must have the same.
+    /// The backend with the version of its formats: of `facts`, of messages over links, and of shared memory. Must
+    /// be equal on all ranks.
     pub backend: &'static str,
-    /// The settings that must be equal on all ranks, in the same order. If a value differs, the error has its name.
+    /// The settings that must be equal on all ranks, in the same order. If a value differs, the error names the setting.
     pub settings: Vec<Setting>,
     /// What only the backend understands. Its text form is one line.
     pub facts: T,
@@ -103,22 +104,22 @@ impl Joining<'_> {
         self.rendezvous.rank()
     }
 
-    /// As [`Rendezvous::all_gather`]. Collective.
+    /// Like [`Rendezvous::all_gather`]. Collective.
     ///
     /// # Errors
-    /// As [`Rendezvous::all_gather`].
+    /// Those of [`Rendezvous::all_gather`].
     pub fn all_gather(&mut self, blob: &[u8]) -> Result<Vec<Vec<u8>>> {
         gathered(self.rendezvous, blob)
     }
 
     /// Exchanges introductions, checks that all ranks can work together, and links this rank with all others. Collective.
     ///
-    /// `shares_between_machines` is called if this rank's NVLink domain has ranks on several machines: `Ok` if the rank can
-    /// share memory with other machines, otherwise what to do about it, or an empty text.
+    /// `shares_between_machines` is called if this rank's NVLink domain has ranks on several machines. It returns `Ok` if the
+    /// rank can share memory with other machines, else a hint for the user, which may be empty.
     ///
     /// # Errors
-    /// - [`EnvironmentError`](crate::EnvironmentError) that names a rank of another version or backend.
-    /// - [`CallerError::Collective`] that names a rank with another world or other settings.
+    /// - [`EnvironmentError`](crate::EnvironmentError) that names a rank of a different version or backend.
+    /// - [`CallerError::Collective`] that names a rank with a different world or different settings.
     /// - For machines that do not fit the world and the engine: [`CallerError::Topology`], [`CallerError::Config`],
     ///   [`EnvironmentError`](crate::EnvironmentError).
     /// - [`PeerError`](crate::PeerError) that names a rank which is lost, late or unreachable.
@@ -218,14 +219,14 @@ fn values(settings: &[Setting]) -> String {
     settings.iter().map(|(_, value)| value.as_str()).collect::<Vec<_>>().join(SEPARATOR)
 }
 
-/// Checks that a peer has this rank's settings. The peer's are given as their values.
+/// Checks that a peer has this rank's settings. `other` has the peer's settings as a text of values.
 fn check_same(own: (Rank, &[Setting]), other: (Rank, &str)) -> Result<()> {
     let ((rank, settings), (peer, theirs)) = (own, other);
     let mine = values(settings);
     if mine == theirs {
         return Ok(());
     }
-    // The first one that differs. Those that follow often differ for the same reason, or have other names.
+    // Name the first setting that differs. Later ones often differ for the same reason, or are values of other settings.
     let mut pairs = settings.iter().zip(theirs.split(SEPARATOR));
     let (field, mine, theirs) = match pairs.find(|((_, mine), theirs)| mine != theirs) {
         Some((&(name, ref mine), theirs)) => (name, mine.clone(), theirs),
@@ -357,7 +358,7 @@ mod tests {
                     if splits {
                         ends.into_iter().map(|link| link.split()).for_each(|(mut sender, _)| sender.leave());
                     }
-                    // The others have the time to report the end of a link, if they see one.
+                    // Give the others time to report the end of a link, if they see one.
                     std::thread::sleep(4 * GRACE_PERIOD);
                     return Err(EnvironmentError::new("starting a thread", "no more threads", "").into());
                 }
@@ -384,7 +385,7 @@ mod tests {
         }
     }
 
-    /// A rendezvous that says what its fields say.
+    /// A rendezvous whose rank and number of blobs a test chooses.
     struct Lying {
         rank: Rank,
         blobs: usize,

@@ -9,7 +9,7 @@ use super::channel::{Channel, End, Incoming};
 use super::note::{Clock, kind};
 use super::wire::wait;
 
-/// The bound for the leave message where the peer has not read the messages before it.
+/// How long sending the leave message waits for a peer that has not read earlier messages.
 const FINAL_SEND: Duration = Duration::from_millis(500);
 
 /// Kind of a message on a link, besides `kind::LEFT`, `kind::LOST` and the kinds of `links`.
@@ -49,9 +49,9 @@ impl Link {
     }
 }
 
-/// Whether the links of a rank may end. A peer takes a link that ends for a rank that has died or left. While a rank joins,
-/// its links must not end before it has told the other ranks why: the peer's report of a death or of a leave message could
-/// come first.
+/// Whether the links of a rank may end. A peer that sees a link end reports that the rank has died or left. If a rank
+/// fails while it joins, its links must not end before it has sent the reason to the other ranks: otherwise the peer's report
+/// of a death or of a leave message could come first.
 #[derive(Debug, Default)]
 pub(super) struct Hold(Mutex<Option<Vec<Channel>>>);
 
@@ -62,8 +62,8 @@ impl Hold {
     }
 }
 
-/// While this value exists, the links of a [`Hold`] do not end. Dropping it ends those that the rank has dropped, with a
-/// leave message.
+/// While this value exists, the links of a [`Hold`] do not end. Dropping it ends the links that the rank has
+/// dropped, with a leave message.
 #[derive(Debug)]
 pub(super) struct Held(Arc<Hold>);
 
@@ -77,8 +77,8 @@ impl Held {
 impl Drop for Held {
     fn drop(&mut self) {
         let dropped = self.0.dropped().take();
-        // `finish` reads what the peer still sends. A thread of this rank that receives on such a link misses it, and takes
-        // the link for ended; the rank has dropped its end.
+        // `finish` reads what the peer still sends. A thread of this rank that receives on such a link misses these bytes and
+        // treats the link as ended. This is harmless because the rank has dropped its end.
         dropped.into_iter().flatten().for_each(Channel::finish);
     }
 }
@@ -117,7 +117,7 @@ impl LinkSender {
             None => channel.send(MESSAGE, body),
         }
         let wire = channel.wire_mut();
-        // Waits rarely and shortly, because a thread of the peer reads descriptors as they arrive.
+        // Waits rarely and briefly, because a thread of the peer reads descriptors as they arrive.
         wire.flush_until(clock.deadline);
         match (wire.is_unwritable(), wire.has_unsent()) {
             (true, _) => Err(ErrorKind::BrokenPipe.into()),
@@ -139,8 +139,8 @@ impl LinkSender {
         !self.channel.wire().has_unsent()
     }
 
-    /// Sends a message, of which the socket may have room for a part only. The rest follows with the next message, or when
-    /// this value is dropped. No error if the peer has closed the link.
+    /// Sends a message. If the socket has room for only a part, the rest follows with the next message, or when this value is
+    /// dropped. No error if the peer has closed the link.
     pub fn queue(&mut self, body: &[u8]) {
         if !self.has_left {
             self.channel.send(MESSAGE, body);
@@ -148,7 +148,7 @@ impl LinkSender {
         }
     }
 
-    /// Sends a leave message, and no message after it. Waits up to 0.5 s where the peer has not read earlier messages. While
+    /// Sends a leave message, and no message after it. Waits up to 0.5 s if the peer has not read earlier messages. While
     /// the rank joins, the message waits until the rank has joined or failed.
     pub fn leave(&mut self) {
         if !std::mem::replace(&mut self.has_left, true) && self.process == std::process::id() {

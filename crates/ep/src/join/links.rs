@@ -9,7 +9,7 @@
 //! opens for it ([`Door::open_to`]).
 //!
 //! A link that closes without a leave message means that the process at its other end has died. Ranks can thus detect a
-//! death without process IDs, also between PID namespaces and machines. If the machine of the other end acknowledges
+//! death without process IDs, even between PID namespaces and machines. If the machine of the other end acknowledges
 //! nothing for [`Member::network_timeout`], the peer is unreachable.
 
 use std::fmt;
@@ -35,7 +35,7 @@ use crate::topology::Rank;
 
 /// Kind of the message with which the listener accepts a link.
 const READY: u8 = 16;
-/// How often a rank that waits for links looks for news of the rendezvous.
+/// Interval at which a rank that waits for links asks the rendezvous for lost ranks.
 const LOOK: Duration = Duration::from_millis(50);
 /// The longest message of a link, in bytes.
 const LONGEST: usize = 64 << 10;
@@ -64,7 +64,7 @@ pub struct Invitation {
     name: [u8; 16],
     /// This rank's share of the key of all links.
     share: [u8; 32],
-    /// The address of the socket for ranks of other machines, for a rank of another machine.
+    /// The network address of the door, if the invitation is of a rank on another machine.
     address: Option<SocketAddr>,
 }
 
@@ -72,7 +72,7 @@ impl Door {
     /// Opens a door with a random name and a random share of the key.
     ///
     /// # Errors
-    /// [`EnvironmentError`] when the system has no socket or no random numbers.
+    /// [`EnvironmentError`] when the system provides no socket or no random numbers.
     pub fn open() -> Result<Self> {
         let (mut name, share) = ([0; 16], random()?);
         name.copy_from_slice(&random()?[..16]);
@@ -152,7 +152,7 @@ impl FromStr for Invitation {
 
 /// The error for a text that is not an [`Invitation`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("not an invitation of a rank")]
+#[error("not the text form of an invitation")]
 pub struct NoInvitation;
 
 fn hex(bytes: &[u8]) -> String {
@@ -171,7 +171,7 @@ pub struct Links {
 impl Links {
     /// Links this rank with all other ranks. Collective. `invitations` are those of all ranks, in rank order. Those of
     /// ranks on other machines have an address ([`Invitation::at`]). `lost` returns an error when this rank has learned
-    /// otherwise that a rank is lost, as [`Rendezvous::lost`](super::Rendezvous::lost) does.
+    /// by other means that a rank is lost, like [`Rendezvous::lost`](super::Rendezvous::lost).
     ///
     /// # Errors
     /// - [`PeerError`](crate::PeerError) that names a rank which is lost, late or unreachable.
@@ -264,7 +264,7 @@ enum Address {
 }
 
 enum State {
-    /// Not connected. This rank tries to connect to a lower rank from the given time on; a higher rank connects itself.
+    /// Not connected. This rank tries to connect to a lower rank at the given time; a higher rank connects to this rank.
     Disconnected(Instant),
     /// The handshake is in progress. The number is the process ID of the other end.
     Proving(Outbound, Option<u32>),
@@ -318,7 +318,7 @@ impl Meeting<'_> {
             self.watch.check()?;
             let looks = receptions.iter().filter_map(Reception::next_look);
             let mut until = looks.fold(self.watch.until(clock.deadline), Instant::min);
-            // The sockets of the rendezvous are not among those that end the wait.
+            // The wait does not poll the sockets of the rendezvous, so it must be short.
             until = until.min(Instant::now() + LOOK);
             if self.vague.is_some()
                 || self.peers.iter().any(|peer| matches!(peer.state, State::Disconnected(_)))
@@ -333,7 +333,7 @@ impl Meeting<'_> {
                     State::Proving(outbound, _) => outbound.wire().map(|wire| wire.interest()),
                     State::Proven(channel, _) => Some(channel.wire().interest()),
                     State::Linked { channel, .. } => {
-                        // Messages that are already here are for later and must not end the wait.
+                        // Messages that have already arrived are for later and must not end the wait.
                         (!channel.wire().holds()).then(|| channel.wire().interest())
                     }
                 });
@@ -342,7 +342,7 @@ impl Meeting<'_> {
         }
     }
 
-    /// Accepts a link from a higher rank, unless that rank has one already.
+    /// Accepts a link from a higher rank, unless that rank already has a link.
     fn accept(&mut self, claim: Claim, mut channel: Channel) {
         let free = |peer: &Peer| matches!(peer.state, State::Disconnected(_));
         let fits = claim.to == self.rank && claim.from > self.rank && claim.ranks == self.ranks;
@@ -358,7 +358,7 @@ impl Meeting<'_> {
             {
                 None
             }
-            // A rank of this machine that connects over the network, or a rank of another one over a local socket.
+            // A rank of this machine connects over the network, or a rank of another machine over a local socket.
             _ => return,
         };
         channel.accept_at_most(LONGEST);
@@ -437,7 +437,7 @@ impl Meeting<'_> {
         })
     }
 
-    /// Notes why a connection to a peer failed. The caller tries again, until the loss is certain.
+    /// Notes why a connection to a peer failed. This rank retries until the grace period of the loss ends.
     fn not_connected(&mut self, at: usize, kind: ErrorKind, error: impl Fn() -> String) -> Result<()> {
         if let Some(loss) = loss_of(Rank(at as u32), &self.peers[at].address, kind, error)? {
             self.vague.get_or_insert((loss, Instant::now()));
@@ -472,7 +472,7 @@ fn is_out_of_files(error: &io::Error) -> bool {
     matches!(Errno::from_io_error(error), Some(Errno::MFILE | Errno::NFILE))
 }
 
-/// What a connection to a peer that failed says about the peer; `None` if it says nothing.
+/// The loss that a failed connection to a peer implies; `None` if it implies none.
 fn loss_of(
     rank: Rank,
     address: &Address,
@@ -493,7 +493,7 @@ fn loss_of(
             let seen = format!("{address}: {}; do a firewall and the routes allow this connection?", error());
             Some(Loss::new(rank, PeerFault::Unreachable, seen))
         }
-        // Either the peer's queue of connections is full, or the peer closed this one: to make room for another one, or
+        // Either the peer's queue of connections is full, or the peer closed this one: to make room for another connection, or
         // because it closed its door. A closed door refuses the next attempt.
         (ErrorKind::WouldBlock | ErrorKind::ConnectionReset | ErrorKind::BrokenPipe, _)
         | (_, Address::Network(_)) => None,
@@ -502,7 +502,7 @@ fn loss_of(
 }
 
 fn unreachable(rank: Rank, error: &str) -> Error {
-    let hint = "ranks of one machine must run as one user; set HYBRID_EP_MACHINE to a name in each container that shares no memory with the others";
+    let hint = "ranks of one machine must run as one user; set HYBRID_EP_MACHINE to a different name in each container that shares no memory with the others";
     EnvironmentError::new(format!("reaching rank {rank}"), error, hint).into()
 }
 

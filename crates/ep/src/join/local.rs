@@ -1,5 +1,5 @@
 //! Sockets between processes of one user on one machine. Their names are in Linux's abstract name space, where a name
-//! lives as long as its socket.
+//! exists as long as its socket.
 
 use std::io;
 use std::os::linux::net::SocketAddrExt as _;

@@ -6,11 +6,11 @@ use std::str::FromStr;
 /// The machine of a process, as the process sees it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Machine {
-    /// The boot id, which tells machines apart. All containers of a machine see the same.
+    /// The boot id, which tells machines apart. All containers of a machine see the same id.
     boot: String,
     /// The network namespace.
     network: String,
-    /// The name of the setting [`Config::machine`](crate::Config::machine); may be empty.
+    /// The value of the setting [`Config::machine`](crate::Config::machine); empty if it is not set.
     label: String,
     /// The host name.
     name: String,
@@ -19,7 +19,7 @@ pub struct Machine {
 impl Machine {
     /// The machine of this process, with the setting [`Config::machine`](crate::Config::machine).
     ///
-    /// What the system does not tell stays empty: ranks of such systems are taken for ranks of one machine.
+    /// A field that the system does not provide stays empty. Ranks on such systems count as ranks of one machine.
     pub fn this(label: Option<&str>) -> Self {
         let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
         let network = std::fs::read_link("/proc/self/ns/net").unwrap_or_default();
@@ -62,7 +62,7 @@ impl fmt::Display for Machine {
 
 /// The error for a text that is not a [`Machine`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("not a machine of a rank")]
+#[error("not the text form of a machine")]
 pub struct NoMachine;
 
 impl FromStr for Machine {
@@ -71,7 +71,7 @@ impl FromStr for Machine {
     fn from_str(text: &str) -> Result<Self, NoMachine> {
         let fields: Vec<&str> = text.split(' ').collect();
         let [boot, network, label, name] = fields[..] else { return Err(NoMachine) };
-        // Another rank sent the text: its names become part of errors.
+        // Another rank sent the text, and its names become part of error messages.
         let [boot, network, label, name] = [boot, network, label, name].map(one_word);
         Ok(Self { boot, network, label, name })
     }

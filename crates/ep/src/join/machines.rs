@@ -13,7 +13,7 @@ pub(super) use meet::unreadable;
 pub struct Machines {
     /// By rank: the name of its machine. Empty in a job of one machine.
     names: Vec<String>,
-    /// By rank: whether it is on another machine than this rank.
+    /// By rank: whether it is on a different machine than this rank.
     remote: Vec<bool>,
     address: Option<IpAddr>,
 }
@@ -24,7 +24,7 @@ impl Machines {
         Self { names: Vec::new(), remote: vec![false; ranks], address: None }
     }
 
-    /// Whether `rank` is on another machine than this rank.
+    /// Whether `rank` is on a different machine than this rank.
     pub fn is_remote(&self, rank: Rank) -> bool {
         self.remote[rank.index()]
     }
@@ -44,7 +44,7 @@ impl Machines {
         self.names.get(rank.index()).map(String::as_str)
     }
 
-    /// Adds the machine of the rank at fault to an error of a peer.
+    /// Adds the machine of the rank at fault to an error about a peer.
     pub fn locate(&self, error: Error) -> Error {
         match error {
             Error::Peer(error) => {
@@ -73,11 +73,11 @@ mod meet {
         /// with an address where the rank is on another machine. Both arguments are in rank order.
         ///
         /// # Errors
-        /// - [`CallerError::Topology`] that names two ranks of this rank's domain on different machines, if this rank cannot share
-        ///   memory with other machines. Ranks of other domains learn of it through the rendezvous.
-        /// - [`CallerError::Config`] for an engine that does not leave the machine.
-        /// - [`EnvironmentError`] for a machine without an address that the others can reach.
-        /// - [`PeerError`], as [`Rendezvous::all_gather`].
+        /// - [`CallerError::Topology`] that names two ranks of this rank's domain on different machines, if this rank cannot
+        ///   share memory with other machines. Ranks of other domains learn of this error through the rendezvous.
+        /// - [`CallerError::Config`] for an engine that carries bytes inside one machine only.
+        /// - [`EnvironmentError`] for a machine without an address that the other machines can reach.
+        /// - [`PeerError`], like [`Rendezvous::all_gather`].
         pub(in super::super) fn meet(
             world: &World,
             rendezvous: &mut dyn Rendezvous,
@@ -105,9 +105,9 @@ mod meet {
         }
     }
 
-    /// Checks that the ranks of the domain of rank `own` are on one machine, or that it `shares` memory with others, and that
-    /// the engine crosses the network where ranks of a rail are on several machines. `machines` are those of all ranks, by
-    /// rank. Returns whether there are several.
+    /// Checks that the ranks of the domain of rank `own` are on one machine, or that rank `own` `shares` memory with other
+    /// machines. Also checks that the engine connects machines if the ranks of a rail are on several machines. `machines` are
+    /// those of all ranks, in rank order. Returns whether there are several machines.
     fn check_machines(
         world: &World,
         config: &Config,
@@ -116,7 +116,7 @@ mod meet {
         shares: impl FnOnce() -> Result<(), &'static str>,
     ) -> Result<bool> {
         let topology = world.topology();
-        // The first rank on another machine than the rank that `first_of` gives, and that rank.
+        // Finds a rank that is on a different machine than the rank that `first_of` returns for it. Returns this one first.
         let apart = |first_of: &dyn Fn(Rank) -> Rank| {
             let mut pairs = topology.all_ranks().map(|rank| (first_of(rank), rank));
             pairs.find(|(first, rank)| !machines[rank.index()].shares_memory_with(&machines[first.index()]))
@@ -153,7 +153,7 @@ mod meet {
     }
 
     /// Opens this rank's door to ranks of other machines and exchanges addresses. Collective. Returns this rank's address,
-    /// and by rank the address of its door.
+    /// and the addresses of all doors in rank order.
     fn open_to_machines(
         rendezvous: &mut dyn Rendezvous,
         config: &Config,
@@ -175,7 +175,7 @@ mod meet {
         Ok((own, addresses.collect::<Result<_>>()?))
     }
 
-    /// The error for what `peer` has sent as its `part` of joining.
+    /// The error for the `part` of joining that `peer` has sent, if it cannot be read.
     pub(in super::super) fn unreadable(peer: Rank, part: &str) -> Error {
         let hint = "run the same version and the same backend on all ranks";
         let problem = format!("its {part} cannot be read");
@@ -240,7 +240,7 @@ mod meet {
             assert_eq!(check(&config, [&a, &a, &b, &b]), Ok(true));
             assert_eq!(check_spanning(&config, [&a, &b, &b, &b]), Ok(true));
             assert!(check(&config, [&a, &b, &a, &b]).is_err());
-            // Only ranks of a domain that spans machines are asked.
+            // `shares` is called only on ranks of a domain that spans machines.
             let unasked = [&a, &a, &b, &a].map(Clone::clone);
             let asked = check_machines(&world, &config, Rank(0), &unasked, || panic!("rank 0 is asked"));
             assert_eq!(asked, Ok(true));

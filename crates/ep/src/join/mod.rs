@@ -14,11 +14,11 @@
 //! | `wire` | the non-blocking socket of a channel |
 //! | `hub`, `spoke` | the rendezvous: rank 0 has the hub, and every other rank has a spoke that connects to it |
 //! | `note` | the messages between hub and spokes, and `Loss`: which rank is lost, and why |
-//! | `machine`, `machines` | which ranks share memory, and how those that do not reach each other |
+//! | `machine`, `machines` | which ranks share memory, and how ranks that do not share memory reach each other |
 //! | `network` | TCP connections between machines, and the network address of this machine |
 //! | `links` | connects sockets between all pairs of ranks |
 //! | `link` | one such socket; between ranks of one machine it carries descriptors of memory |
-//! | `snapshot` | such a socket between machines, which carries the state of its ranks |
+//! | `snapshot` | a link between machines that carries snapshots of this rank's state |
 //!
 //! `SECURITY.md` says what this module guarantees and what it does not; `docs/joining.md` describes the protocol.
 
@@ -119,7 +119,7 @@ pub trait Rendezvous {
     }
 
     /// An error that names a rank which was lost since the last exchange, if this rank has learned of one. Does not wait.
-    /// A rank calls this while it waits for other ranks elsewhere. The default implementation learns of none.
+    /// A rank calls this while it waits for other ranks outside the rendezvous. The default implementation returns `None`.
     fn lost(&mut self) -> Option<Error> {
         None
     }
@@ -129,8 +129,8 @@ pub trait Rendezvous {
         None
     }
 
-    /// The network address of this machine with which this rank reaches the place of the rendezvous; `None` if the
-    /// rendezvous has no place in a network. Ranks of other machines connect to it.
+    /// The network address of this machine from which this rank reaches the rendezvous; `None` if the rendezvous has no
+    /// network address. Ranks of other machines connect to the address of this machine.
     fn network_address(&self) -> Option<IpAddr> {
         None
     }

@@ -13,10 +13,10 @@ use crate::error::{CallerError, Result};
 /// The time between two probes of a connection on which nothing is sent. The system counts in seconds.
 const PROBE: Duration = Duration::from_secs(1);
 
-/// Makes the system end the connection with a timeout when the other machine acknowledges nothing for so long. While this
+/// Makes the system end the connection with a timeout when the other machine acknowledges nothing for `timeout`. While this
 /// end sends nothing, the system probes the other machine.
 pub(super) fn watch(socket: impl AsFd, timeout: Duration) -> io::Result<()> {
-    // The system counts in a signed number.
+    // The system stores the timeout in a signed number.
     let millis = timeout.as_millis().clamp(1, i32::MAX as u128) as u32;
     sockopt::set_socket_keepalive(&socket, true)?;
     sockopt::set_tcp_keepidle(&socket, PROBE)?;
@@ -24,8 +24,8 @@ pub(super) fn watch(socket: impl AsFd, timeout: Duration) -> io::Result<()> {
     Ok(sockopt::set_tcp_user_timeout(socket, millis)?)
 }
 
-/// Starts to connect to `address` without waiting. Reading and writing block until the connection is there, and then
-/// return its error if it failed.
+/// Starts to connect to `address` without waiting. Reading and writing return `WouldBlock` until the connection exists or has
+/// failed; if it has failed, they then return its error.
 pub(super) fn start_connecting(address: SocketAddr, timeout: Duration) -> io::Result<TcpStream> {
     let family = if address.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
@@ -49,11 +49,11 @@ pub fn address_towards(host: &str) -> Option<IpAddr> {
     })
 }
 
-/// The network address that a setting selects: an IP address, or the name of an interface of this machine. Of several
-/// addresses of an interface, IPv4 comes first. Link-local addresses are left out, since they need an interface too.
+/// The network address that a setting selects: an IP address, or the name of an interface of this machine. Prefers the
+/// IPv4 addresses of an interface. Omits link-local IPv6 addresses, since connecting to them also requires an interface.
 ///
 /// # Errors
-/// [`CallerError::Config`] for what is neither.
+/// [`CallerError::Config`] for any other text, and for an unspecified address such as `0.0.0.0`.
 pub fn address_of(setting: &str) -> Result<IpAddr> {
     let refused = |problem: String| {
         CallerError::Config { key: "HYBRID_EP_TRANSPORT_ADDRESS", value: setting.into(), problem }.into()

@@ -17,17 +17,18 @@ pub(super) mod kind {
     pub(crate) const LOST: u8 = 3;
     /// Leave message: the sender leaves, without an error.
     pub(crate) const LEFT: u8 = 4;
-    /// From rank 0, a refusal: the job has another number of ranks.
+    /// From rank 0, a refusal: the job has a different number of ranks.
     pub(crate) const OTHER_WORLD: u8 = 5;
     /// From rank 0, a refusal: another process has joined as this rank.
     pub(crate) const TAKEN: u8 = 6;
-    /// From rank 0, a refusal: the job has another generation, which follows.
+    /// From rank 0, a refusal: the job has a different generation, which is the body.
     pub(crate) const OTHER_GENERATION: u8 = 7;
 }
 
-/// While rank 0 waits for a rank, it repeats this often to the others which one: they learn that it is not stopped itself.
+/// While rank 0 waits for a rank, it sends that rank's number to the others at this interval, to show that rank 0 itself is
+/// not stopped.
 pub(super) const REPEAT: Duration = Duration::from_millis(500);
-/// A rank 0 that has named the rank that it waits for, and then sends nothing for so long, is stopped.
+/// If rank 0 has named the rank that it waits for, and then sends nothing for this long, rank 0 is stopped.
 pub(super) const SILENCE: Duration = Duration::from_secs(2);
 
 /// The longest text of a loss, in bytes. It becomes part of a one-line error.
@@ -69,8 +70,8 @@ impl Loss {
         }
     }
 
-    /// Whether this loss says more than a rank's own `error`: it names another rank, or quotes the own error of the same
-    /// rank, of which this rank has only seen the end of a connection or of a wait.
+    /// Whether this loss says more than a rank's own `error`: the loss names a different rank than `error`, or quotes the error
+    /// of that rank, while `error` only says that a connection or a wait ended.
     pub(super) fn is_better_than(&self, error: &PeerError) -> bool {
         let quotes = matches!(self.text, Text::OwnError(_));
         self.peer != error.peer || (quotes && error.cause.is_none())

@@ -13,9 +13,9 @@ use crate::error::{EnvironmentError, Result};
 
 /// A connection that is not authenticated within this time is dropped.
 pub(super) const HANDSHAKE: Duration = Duration::from_secs(2);
-/// The most unauthenticated connections. One more evicts the oldest.
+/// Maximum number of unauthenticated connections. A further one evicts the oldest.
 const MAX_PENDING: usize = 128;
-/// The most connections that one call of [`Reception::turn`] accepts, so that it also serves the pending ones.
+/// Maximum number of connections that one call of [`Reception::turn`] accepts, so that it also serves the pending ones.
 const AT_ONCE: usize = 64;
 
 /// The unauthenticated connections of one listener.
@@ -126,8 +126,8 @@ mod tests {
         (Listener::Tcp(listener).prepared().unwrap(), address)
     }
 
-    /// Accepts what has arrived until the reception has seen `count` connections. None of them gets old meanwhile: a busy
-    /// machine may need longer than a handshake for all of them.
+    /// Accepts connections until the reception has seen `count` of them. Keeps them from timing out meanwhile: a busy machine
+    /// may need longer than [`HANDSHAKE`] to accept all of them.
     fn accept(reception: &mut Reception<'_>, count: usize) {
         while reception.pending.len() + (reception.dropped as usize) < count {
             for inbound in &mut reception.pending {
@@ -153,7 +153,7 @@ mod tests {
         }
         assert_eq!(reception.next_look(), Some(reception.pending[0].since + HANDSHAKE));
         let mut idle = Vec::new();
-        // The member, and as many others as there is room for.
+        // The member, and as many other connections as the reception holds.
         for connections in 2..=MAX_PENDING {
             idle.push(TcpStream::connect(address).unwrap());
             accept(&mut reception, connections);
@@ -196,7 +196,7 @@ mod tests {
     fn as_another_user<T: Send>(f: impl FnOnce() -> T + Send) -> Option<T> {
         std::thread::scope(|scope| {
             let thread = scope.spawn(|| {
-                // The call itself, not glibc's function, which changes all threads.
+                // The system call itself: glibc's function changes the user of all threads.
                 let user = rustix::process::Uid::from_raw(65_534);
                 rustix::thread::set_thread_res_uid(user, user, user).ok().map(|()| f())
             });

@@ -47,7 +47,7 @@ impl Secret {
     /// A random secret as text (64 hexadecimal digits), for `HYBRID_EP_SECRET` of the processes of a job.
     ///
     /// # Errors
-    /// [`EnvironmentError`] when the system has no random numbers.
+    /// [`EnvironmentError`] when the system provides no random numbers.
     pub fn random_text() -> Result<String> {
         Ok(random()?.iter().map(|byte| format!("{byte:02x}")).collect())
     }

@@ -1,21 +1,21 @@
 //! [`SnapshotLink`]: a link to a rank on another machine that carries snapshots of this rank's state.
 //!
-//! A later snapshot replaces an earlier one, so a lost one does no harm.
+//! A later snapshot replaces an earlier one, so the loss of one is harmless.
 //!
 //! A stopped process reads nothing. Its machine acknowledges what arrives until the socket's receive window is full. The
 //! system treats a full window as a machine that acknowledges nothing, and ends the connection after
 //! [`Member::network_timeout`](super::Member::network_timeout): the peer would appear unreachable. So every snapshot
-//! says how many snapshots its sender has read, and a rank sends no more of them while [`UNREAD`] are unread. A
-//! connection without unsent bytes stays open as long as the other machine answers the system's probes.
+//! says how many snapshots its sender has read, and a rank sends only answers while [`UNREAD`] of its snapshots are unread.
+//! A connection without unsent bytes stays open as long as the other machine answers the system's probes.
 //!
-//! The bytes that the system has not sent (`SIOCOUTQ`) cannot decide this. They are 0 until the window is full, and then
-//! it is too late: bytes that a socket has taken cannot be withdrawn.
+//! The number of bytes that the system has not sent (`SIOCOUTQ`) does not show in time that the peer reads nothing. It is 0
+//! until the window is full, and then it is too late: bytes that a socket has taken cannot be withdrawn.
 
 use super::link::LinkSender;
 
-/// Unread snapshots from which a rank sends only answers to the peer's. A snapshot has at most
-/// [`SnapshotLink::LONGEST`] bytes, so twice as many, the most that can be unread, take 36 KiB with their frames. Linux's
-/// default receive buffer has 128 KiB.
+/// While this many snapshots of a rank are unread, the rank sends a snapshot only to report snapshots that it has newly read.
+/// So at most twice this number can be unread. A message with a snapshot of [`SnapshotLink::LONGEST`] bytes has 1069 bytes,
+/// so the unread messages take at most 34 KiB. Linux's default receive buffer has 128 KiB.
 const UNREAD: u64 = 16;
 /// Bytes of the count before a snapshot.
 const COUNT: usize = size_of::<u64>();
@@ -179,7 +179,7 @@ mod tests {
         (0..100_000).for_each(|_| running.0.send(false, own));
         let event = running.1.wait(8 * NETWORK_TIMEOUT);
         assert!(event.is_none(), "{event:?}");
-        // It goes on, reads what has arrived and answers.
+        // The stopped rank resumes, reads what has arrived, and answers.
         assert_eq!(read(&mut stopped), UNREAD as usize);
         stopped.0.send(false, own);
         assert_eq!(read(&mut running), 1);
@@ -212,7 +212,7 @@ mod tests {
     }
 
     proptest! {
-        /// Sends and reads in any order, then perhaps one rank that stops for a while, and then no rank that stops.
+        /// Sends and reads in any order; then, in some cases, one rank stops for a while; then both ranks run.
         #[test]
         fn few_snapshots_are_unread_and_ranks_never_wait_for_each_other(
             steps in prop::collection::vec((0..2_usize, any::<bool>()), 0..600),
@@ -235,7 +235,7 @@ mod tests {
                 prop_assert!(!pair.flows[running].is_open());
                 prop_assert!(pair.ways[stopped].len() as u64 <= 2 * UNREAD);
             }
-            // Both send without end. In the first round, a rank may wait for the count of the other one.
+            // Both ranks send again and again. In the first round, a rank may wait for the count of the other one.
             for round in 0..10 * UNREAD {
                 for rank in [stopped, running] {
                     while !pair.ways[rank].is_empty() {

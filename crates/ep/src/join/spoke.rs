@@ -20,7 +20,7 @@ const HUB_GRACE: Duration = Duration::from_millis(500);
 const RETRY: Duration = Duration::from_millis(5);
 const LONGEST_RETRY: Duration = Duration::from_millis(100);
 
-/// The most bytes that a socket's buffers surely hold.
+/// A number of bytes that the buffers of every socket hold.
 pub(super) const BUFFERED: usize = 16 << 10;
 
 const ZERO: Rank = Rank(0);
@@ -179,8 +179,8 @@ impl Spoke {
         }
     }
 
-    /// The rank for which this one has waited in vain: the rank that rank 0 waits for, or rank 0 itself, if it has not
-    /// begun to wait (`fault`) or is stopped.
+    /// The loss of the rank for which this rank has waited in vain: the rank that rank 0 waits for, or rank 0 itself if it has
+    /// named no other rank or is stopped. A stopped rank 0 has stalled; otherwise the fault is `fault`.
     fn missing(&self, fault: PeerFault) -> Loss {
         let silence = self.heard.elapsed();
         match self.waiting_for.filter(|&rank| rank != self.rank) {
@@ -237,7 +237,7 @@ impl Spoke {
                 let theirs = body.try_into().map_or(0, u64::from_le_bytes);
                 Err(refused(
                     format!(
-                        "the job at this store is generation {theirs}, and this process is of {}",
+                        "the job at this store is generation {theirs}, but this process is of generation {}",
                         self.generation
                     ),
                     "this process or rank 0 is left over from another start of the job; otherwise set HYBRID_EP_GENERATION to the same number on all ranks",
@@ -263,9 +263,9 @@ impl Spoke {
         }
         self.waiting_for = None;
         if let Some(channel) = &mut self.channel {
-            // Rank 0 may not read before its own exchange. A socket that stays full for the network timeout ends, although
-            // the other machine acknowledges that it is full. The clock of the exchange must end first: rank 0 is late then, and
-            // not unreachable.
+            // Rank 0 may not read before its own exchange. A socket that stays full for the network timeout ends, even
+            // if the other machine still acknowledges. The exchange must time out before the socket ends: otherwise a late
+            // rank 0 would be reported as unreachable.
             if blob.len() > BUFFERED {
                 channel.wire().socket().watch(self.timeout.saturating_mul(2));
             }
@@ -295,8 +295,8 @@ impl Spoke {
         Ok(all)
     }
 
-    /// The error of a rank that was lost since the last exchange, if rank 0 has reported one or is lost itself. A rank 0
-    /// that has left the rendezvous is not lost: it has joined, and may need no further exchange.
+    /// The error about a rank that was lost since the last exchange, if rank 0 has reported one or is lost itself. If rank 0
+    /// has left the rendezvous, it is not lost: it has joined, and may need no further exchange.
     pub(super) fn learn(&mut self) -> Option<Error> {
         let clock = Clock::new(Duration::ZERO);
         loop {
@@ -313,7 +313,7 @@ impl Spoke {
         }
     }
 
-    /// The address of this machine that rank 0 sees; `None` on a local socket.
+    /// The address of this machine on the connection to rank 0; `None` on a local socket.
     pub(super) fn network_address(&self) -> Option<IpAddr> {
         match self.channel.as_ref()?.wire().socket() {
             Socket::Tcp(stream) => stream.local_addr().ok().map(|at| at.ip()),
@@ -372,7 +372,7 @@ impl Spoke {
             match channel.receive() {
                 Some(Incoming::Message(message)) if message[0] == kind::LOST => {
                     let told = Loss::from_bytes(&message[1..]);
-                    // Rank 0 itself says why it failed, where this rank has only seen its connection close.
+                    // Rank 0's message says why rank 0 failed, while this rank has only seen the connection close.
                     let is_better = |loss: &Loss| loss.is_better_than(peer) || peer.fault == PeerFault::Died;
                     let better = told.filter(|loss| loss.peer != self.rank && is_better(loss));
                     return match better {

@@ -13,7 +13,7 @@ use crate::error::{CallerError, EnvironmentError, Error, Result};
 /// The bound for one attempt to connect.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// The pause between two questions for the address of a host.
+/// The pause between two attempts to resolve a host.
 const RESOLVE_PAUSE: Duration = Duration::from_millis(200);
 
 fn unresolved(name: &str, error: std::io::Error) -> Error {
@@ -39,7 +39,7 @@ enum Way {
 }
 
 impl Store {
-    /// The store at `name` (`host:port`), whose host may have no address yet: asks for it until `deadline`.
+    /// The store at `name` (`host:port`), whose host may have no address yet: tries to resolve it until `deadline`.
     pub(super) fn find(
         name: &str,
         secret: Option<&Secret>,
@@ -49,7 +49,7 @@ impl Store {
         loop {
             match name.to_socket_addrs() {
                 Ok(addresses) => return Self::at(name, addresses.collect(), secret),
-                // The text is no address: asking again changes nothing.
+                // The text is malformed, so another attempt would fail too.
                 Err(error) if error.kind() == ErrorKind::InvalidInput => return Err(unresolved(name, error)),
                 Err(error) if Instant::now() >= deadline => return Err(unresolved(name, error)),
                 Err(_) => {}
@@ -104,15 +104,15 @@ impl Store {
         &self.name
     }
 
-    /// Why ranks of other machines cannot reach the listener of this rank; empty if they may.
+    /// Why ranks of other machines cannot reach the listener of this rank; empty if no reason is known.
     pub(super) fn only_here(&self) -> String {
         match &self.way {
             Way::Tcp(addresses) if addresses.iter().all(|address| address.ip().is_loopback()) => {
                 let addresses: Vec<String> =
                     addresses.iter().map(|address| address.ip().to_string()).collect();
                 format!(
-                    "this rank listens at {}, which other machines cannot reach: give MASTER_ADDR or HYBRID_EP_STORE its \
-                     address in the network",
+                    "this rank listens at {}, which other machines cannot reach: set MASTER_ADDR or HYBRID_EP_STORE to its \
+                     network address",
                     addresses.join(", ")
                 )
             }
@@ -220,7 +220,8 @@ impl Listener {
 }
 
 impl Listener {
-    /// The network address at which ranks reach this listener; `None` if it is bound to all addresses, or to none.
+    /// The network address at which ranks reach this listener; `None` if it is bound to all addresses, or is a
+    /// local socket.
     pub(super) fn network_address(&self) -> Option<IpAddr> {
         match self {
             Self::Tcp(listener) => {

@@ -13,7 +13,7 @@ use crate::error::{CallerError, EnvironmentError, Error, Result};
 use crate::interrupt::Interrupt;
 use crate::topology::{MAX_RANKS, Rank};
 
-/// How long a rank asks for the address of rank 0's machine. A longer wait would hide a wrong name.
+/// How long a rank tries to resolve the name of rank 0's machine. A longer time would delay the error for a wrong name.
 const RESOLVE: Duration = Duration::from_secs(60);
 
 /// The default of [`Member::network_timeout`], unless [`Member::timeout`] is shorter.
@@ -32,8 +32,8 @@ pub struct Member {
     pub secret: Option<Secret>,
     /// The bound for joining and for each exchange.
     pub timeout: Duration,
-    /// Which start of the job this process belongs to: rank 0 refuses a process of another generation, which is left over
-    /// from an earlier start. Default 0.
+    /// Which start of the job this process belongs to: rank 0 refuses a process of a different generation, which is left
+    /// over from an earlier start. Default 0.
     pub generation: u64,
     /// How long the machine of a peer may acknowledge nothing before the peer counts as unreachable.
     pub network_timeout: Duration,
@@ -51,7 +51,7 @@ impl Member {
     /// The member that the launcher's environment describes, with the secret of [`Secret::from_env`].
     ///
     /// # Errors
-    /// As [`Secret::from_env`].
+    /// Those of [`Secret::from_env`].
     pub fn launched(env: &LaunchEnv, config: &Config) -> Result<Self> {
         let member = Self::new(Rank(env.rank), env.world_size as usize, config.timeout);
         let (secret, interrupt) = (Secret::from_env()?, config.interrupt.clone());
@@ -99,7 +99,7 @@ pub struct TcpRendezvous {
     rank: Rank,
     ranks: usize,
     secret: Option<Secret>,
-    /// The network address of this machine that faces the store.
+    /// The network address of this machine from which this rank reaches the store.
     address: Option<IpAddr>,
     end: End,
     /// The process that joined. A forked child must not send a leave message.
@@ -114,14 +114,14 @@ enum End {
 }
 
 impl TcpRendezvous {
-    /// Joins the other ranks at `store` (`host:port`), where rank 0 listens. Returns when all ranks are there.
+    /// Joins the other ranks at `store` (`host:port`), where rank 0 listens. Returns when all ranks have joined.
     ///
     /// # Errors
     /// - [`EnvironmentError`] when the address cannot be resolved or bound, when the ranks disagree about the number of
-    ///   ranks, or when this rank is already there.
+    ///   ranks, or when this rank has already joined.
     /// - [`CallerError::Config`] for a store on another machine without a secret.
-    /// - [`PeerError`](crate::PeerError) with [`PeerFault::Absent`](crate::PeerFault::Absent) after the timeout. It
-    ///   names the first missing rank, on every rank that did come.
+    /// - [`PeerError`](crate::PeerError) with [`PeerFault::Absent`](crate::PeerFault::Absent) after the timeout. On
+    ///   every rank that has joined, the error names the first missing rank.
     /// - [`PeerError`](crate::PeerError) that names a rank which was lost in the meantime.
     /// - [`CallerError::Interrupted`] when the program stopped the wait.
     pub fn join(store: &str, member: Member) -> Result<Self> {
@@ -145,20 +145,20 @@ impl TcpRendezvous {
         Ok(Self { rank, ranks, secret, address, end, process })
     }
 
-    /// As [`join`](Self::join), with the store and the member that the launcher's environment describes.
+    /// Like [`join`](Self::join), with the store and the member that the launcher's environment describes.
     ///
     /// # Errors
-    /// As [`join`](Self::join) and [`Secret::from_env`].
+    /// Those of [`join`](Self::join) and [`Secret::from_env`].
     pub fn launched(env: &LaunchEnv, config: &Config) -> Result<Self> {
         Self::join(&env.store, Member::launched(env, config)?)
     }
 
-    /// As [`join`](Self::join) on rank 0, with a listener that the caller has bound, for example to port 0.
+    /// Like [`join`](Self::join) on rank 0, with a listener that the caller has bound, for example to port 0.
     ///
     /// Without a secret, the ranks use the listener's port number only, as the name of their local socket.
     ///
     /// # Errors
-    /// As [`join`](Self::join).
+    /// Those of [`join`](Self::join).
     pub fn host(listener: &TcpListener, member: Member) -> Result<Self> {
         member.check()?;
         let failed = |error| EnvironmentError::new("listening for ranks", error, "");

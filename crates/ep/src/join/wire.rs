@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-/// The most bytes that one read allocates, so that a forged length does not make this process allocate that much.
+/// Maximum number of bytes that one read allocates, so that a forged length does not make this process allocate that length.
 const READ: usize = 64 << 10;
 
 /// A stream socket.
@@ -32,8 +32,8 @@ impl Socket {
         }
     }
 
-    /// Makes the system end a TCP connection when the other machine acknowledges nothing for `timeout`, also while this
-    /// end sends nothing. Systems that cannot do that detect it later.
+    /// Makes the system end a TCP connection when the other machine acknowledges nothing for `timeout`, even while this
+    /// end sends nothing. Systems other than Linux detect it later.
     pub(super) fn watch(&self, timeout: Duration) {
         #[cfg(target_os = "linux")]
         if let Self::Tcp(stream) = self {
@@ -140,13 +140,13 @@ impl Piece {
     }
 }
 
-/// Pause before bytes are sent again for which the system lacked something.
+/// Pause before another attempt to send, if the system lacked a resource.
 const SHORTAGE_PAUSE: Duration = Duration::from_millis(1);
 
 /// A socket with its received and unsent bytes.
 #[derive(Debug)]
 pub(super) struct Wire {
-    /// Shared by the halves of a split connection, so that both take one descriptor.
+    /// Shared by the halves of a split connection, so that both halves use one descriptor.
     socket: Arc<Socket>,
     /// Received bytes that were not taken.
     incoming: Vec<u8>,
@@ -182,8 +182,8 @@ impl Failure {
     }
 }
 
-/// Whether the system lacks something that it needs to send, which is not the other end's fault and may pass: memory, or
-/// room for descriptors that no receiver has taken yet.
+/// Whether the system lacks a resource for sending: memory, or room for descriptors that no receiver has taken yet. This is
+/// not the other end's fault and may pass.
 fn is_shortage(error: &std::io::Error) -> bool {
     let code = error.raw_os_error().map(rustix::io::Errno::from_raw_os_error);
     code.is_some_and(|code| {
@@ -319,11 +319,11 @@ impl Wire {
         }
     }
 
-    /// Sends the queued bytes, and waits until `until` where the other end does not take them.
+    /// Sends the queued bytes. Waits at most until `until` for the other end to take them.
     pub(super) fn flush_until(&mut self, until: Instant) {
         self.flush();
         while self.has_unsent() && Instant::now() < until {
-            // A socket that has room for bytes says nothing about other shortages.
+            // `poll` reports room for bytes, but not the end of other shortages.
             match &self.shortage {
                 None => wait(&mut [PollFd::new(&*self.socket, PollFlags::OUT)], until),
                 Some(_) => std::thread::sleep(SHORTAGE_PAUSE),
@@ -332,7 +332,7 @@ impl Wire {
         }
     }
 
-    /// Why unsent bytes are queued, if it is not that the other end does not take them.
+    /// The shortage because of which unsent bytes are queued; `None` if they wait for the other end.
     #[cfg(target_os = "linux")]
     pub(super) fn take_shortage(&mut self) -> Option<std::io::Error> {
         self.shortage.take()
@@ -344,7 +344,7 @@ impl Wire {
     }
 
     /// Closes the connection so that the sent bytes arrive. If this end closed a socket with unread bytes, the system
-    /// would reset the connection and discard the sent ones; so it first reads them.
+    /// would reset the connection and discard the sent bytes. So this function first reads the unread bytes.
     pub(super) fn finish(mut self) {
         self.flush();
         self.socket.shut_down();

@@ -37,9 +37,9 @@ fn every_fault_is_reported() {
         (
             Fault::WritesBehind,
             "dispatch",
-            "received tokens, byte 0 behind the last row: expected 0xa5 (165), found 0x00 (0)",
+            "received tokens, byte 0 after the last row: expected 0xa5 (165), found 0x00 (0)",
         ),
-        (Fault::WritesSpareRow, "dispatch", "byte 0, which no row reaches: expected 0xa5"),
+        (Fault::WritesSpareRow, "dispatch", "byte 0, in an unused row: expected 0xa5"),
         (Fault::ForgetsRow, "dispatch", "received tokens, row 1 column 0: expected 0x"),
         (Fault::SwapsRows, "dispatch", "received tokens, row 0 "),
         (Fault::WrongScale, "dispatch", "received scales, row 0 column 0: "),

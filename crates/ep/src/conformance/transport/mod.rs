@@ -1,7 +1,7 @@
 //! The checks that every engine must pass: [`check_transport`].
 //!
-//! Every rank of a rail, a thread or a process, calls [`check_transport`] with its own end. The checks use nothing but
-//! the engine to agree with each other, so an engine that loses a signal fails by the bound.
+//! Every rank of a rail, a thread or a process, calls [`check_transport`] with its own end. The ranks
+//! synchronise through the engine only, so an engine that loses a signal exceeds the bound and fails.
 
 mod reordering;
 #[cfg(test)]
@@ -37,11 +37,11 @@ pub fn transport_window_bytes(ranks: usize) -> usize {
     2 * ranks * SLOTS * SLOT_BYTES
 }
 
-/// Access to a rank's own window. `offset` is an offset of the window, as in [`Put`].
+/// Access to a rank's own window. `offset` is an offset in the window, as in [`Put`].
 ///
 /// The checks access no byte that a put in flight may access.
 pub trait WindowAccess: Send {
-    /// The offsets that puts may use: at least [`transport_window_bytes`] bytes, the same ones on all ranks.
+    /// The offsets that puts may use: at least [`transport_window_bytes`] bytes, the same range on all ranks.
     fn usable(&self) -> Range<usize>;
     /// Stores bytes.
     fn write(&self, offset: usize, bytes: &[u8]);
@@ -84,8 +84,8 @@ pub struct TransportFailure {
 ///
 /// The checks: a signal arrives once, after the bytes of its put, with all its bits and the right sender; a put writes
 /// no other bytes; puts of length 0; many puts in flight, to and from every peer; as many signals as the limits allow;
-/// puts outside a window or to no peer are refused without effect; drained puts arrive although
-/// the engine is dropped; a peer that has left disturbs no other peer, and calls that name it return.
+/// puts outside a window or to no peer are refused without effect; drained puts arrive even if the engine is then dropped;
+/// a peer that has left disturbs no other peer, and calls that name it return.
 ///
 /// # Errors
 /// The first check that fails. Nothing may take longer than `bound`.
@@ -105,21 +105,21 @@ pub fn check_transport(end: End, bound: Duration) -> Result<(), TransportFailure
     check.all().map_err(|problem| TransportFailure { engine, rank, check: check.name, problem })
 }
 
-/// A `DATA` signal has the number of the put in bits 8 to 15 and its slot below; a `CREDIT` has bit 16 in addition.
+/// The signal of a put has the put's number in bits 8 to 15 and its slot in bits 0 to 7. Its credit has bit 16 in addition.
 const CREDIT: u32 = 1 << 16;
-/// In place of a slot: the end of a check.
+/// In the place of a slot: the check has ended.
 const END: u32 = 0xFF;
 
 fn signal(kind: u32, number: usize, slot: u32) -> Signal {
     Signal::new(kind | (number as u32 & 0xFF) << 8 | slot).expect("kind, number and slot fill 17 bits")
 }
 
-/// What a rank expects of one slot from a peer, and of one slot to it.
+/// The state of two slots with the same number: one for puts to a peer, and one for puts from that peer.
 #[derive(Debug, Clone, Default)]
 struct Slot {
     /// Puts that this rank has posted.
     sent: usize,
-    /// Credits that have arrived for them.
+    /// Credits that have arrived for these puts.
     credited: usize,
     /// Puts that have arrived.
     received: usize,
@@ -134,13 +134,13 @@ struct Check {
     name: &'static str,
     /// Checks that have ended.
     phase: usize,
-    /// Signals that have arrived and not been handled.
+    /// Signals that have arrived but have not been handled.
     inbox: VecDeque<(Rank, Signal)>,
     /// The rank that has left.
     left: Option<Rank>,
     /// A rank that may have dropped its engine; errors may name it.
     excused: Option<Rank>,
-    /// By index on the rail.
+    /// The slots of each peer, by the peer's index on the rail.
     slots: Vec<[Slot; SLOTS]>,
 }
 
@@ -173,7 +173,7 @@ impl Check {
         self.leave()
     }
 
-    /// Zeroes the own window, which the peers do not write to before the first phase has ended.
+    /// Zeroes the receive slots of this rank's window. No peer writes to them before the first phase has ended.
     fn clear_slots(&mut self) {
         let zeros = vec![0; SLOT_BYTES];
         for index in 0..self.slots.len() {
@@ -234,7 +234,7 @@ impl Check {
             self.inbox.iter().find(|(rank, _)| self.end.rail.peer_index(*rank).is_err())
         {
             return Err(format!(
-                "signal {:#x} names rank {rank} as its sender, which is no peer",
+                "signal {:#x} names rank {rank} as its sender, which is not a peer",
                 signal.word()
             ));
         }
@@ -248,7 +248,7 @@ impl Check {
         Ok(())
     }
 
-    /// Forgives an error that names the excused rank.
+    /// Ignores an error that names the excused rank.
     fn excuse(&self, result: EpResult<()>) -> Outcome {
         match result {
             Err(Error::Peer(error)) if Some(error.peer) == self.excused => Ok(()),
@@ -287,7 +287,7 @@ impl Check {
         let index = self.index(peer);
         let number = (found.word() >> 8 & 0xFF) as usize;
         let slot = (found.word() & 0xFF) as usize;
-        let unexpected = || format!("signal {:#x} of rank {peer} is not one that it sent now", found.word());
+        let unexpected = || format!("signal {:#x} of rank {peer} is not that of its next put", found.word());
         let offset = self.receive_slot(index, slot.min(SLOTS - 1));
         let expected = self.slots[index].get_mut(slot).ok_or_else(unexpected)?;
         if found.word() & CREDIT != 0 || number != expected.received & 0xFF {
@@ -363,7 +363,7 @@ impl Check {
         self.inbox.remove(at)
     }
 
-    /// Posts a put to every slot of the ranks, and as many signals without bytes. Nothing is received meanwhile.
+    /// Posts a put to every slot of these ranks, and the same number of signals without bytes. Handles no signal meanwhile.
     fn post_all(&mut self, peers: &[Rank]) -> Outcome {
         for slot in 0..SLOTS {
             for &peer in peers {
@@ -378,7 +378,7 @@ impl Check {
         Ok(())
     }
 
-    /// Takes what [`post_all`](Self::post_all) of every one of these ranks sends.
+    /// Receives what [`post_all`](Self::post_all) sends on each of these ranks.
     fn take_all(&mut self, peers: &[Rank]) -> Outcome {
         let mut extras: Vec<(Rank, Signal)> = peers
             .iter()
@@ -401,13 +401,13 @@ impl Check {
         Ok(())
     }
 
-    /// As many signals in flight as the limits allow.
+    /// Puts as many signals in flight as the limits allow.
     fn burst(&mut self, peers: &[Rank]) -> Outcome {
         self.post_all(peers)?;
         self.take_all(peers)
     }
 
-    /// Puts that the engine must refuse as the caller's mistake, and that must have no effect.
+    /// Posts puts that the engine must refuse with a caller's error. They must have no effect.
     fn refusals(&mut self) -> Outcome {
         let Some(&peer) = self.peers().first() else { return Ok(()) };
         let usable = self.end.window.usable();
@@ -415,7 +415,7 @@ impl Check {
         let stranger = Rank(self.end.rail.ranks().iter().map(|rank| rank.0).max().unwrap_or(0) + 1);
         let put =
             |peer, source, destination, len| Put { peer, source, destination, len, signal: Signal::MAX };
-        // Far outside, so that a window with bytes of its engine behind the usable ones refuses them too.
+        // Far outside, because a window may have bytes of its engine after the usable ones.
         let far = 1 << 46;
         for (what, put) in [
             ("its source ends outside the window", put(peer, far, inside, 8)),
@@ -424,7 +424,7 @@ impl Check {
             ("its destination overflows", put(peer, inside, usize::MAX - 3, 8)),
             ("its length is that of the address space", put(peer, inside, inside, usize::MAX)),
             ("its peer is the rank itself", put(own, inside, inside, 8)),
-            ("its peer is no rank of the rail", put(stranger, inside, inside, 8)),
+            ("its peer is not a rank of the rail", put(stranger, inside, inside, 8)),
         ] {
             // An engine may be busy before it looks at a put.
             let deadline = Instant::now() + self.bound;
@@ -447,7 +447,7 @@ impl Check {
         }
     }
 
-    /// The last rank drops its engine while its puts are in flight. The others go on.
+    /// The last rank drops its engine as soon as its puts are drained. The other ranks continue.
     fn leave(&mut self) -> Outcome {
         self.name = "a rank that leaves";
         let Some(&leaver) = self.end.rail.ranks().last() else { return Ok(()) };

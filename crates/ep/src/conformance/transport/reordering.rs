@@ -1,4 +1,4 @@
-//! An engine whose signals arrive late and in another order.
+//! An engine whose signals arrive late and in a different order.
 
 use std::sync::{Mutex, TryLockError};
 use std::time::Instant;
@@ -10,8 +10,8 @@ use crate::error::Result;
 use crate::topology::Rank;
 use crate::transport::{Posted, Put, Signal, Transport};
 
-/// Delays and reorders the signals that an engine delivers, as an engine without any order between puts may. It lends
-/// what the engine lends.
+/// Delays and reorders the signals that an engine delivers, as an engine without any order between puts may. Lends
+/// what the wrapped engine lends.
 pub struct Reordering {
     inner: Box<dyn Transport>,
     held: Mutex<Held>,

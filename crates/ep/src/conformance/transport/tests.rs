@@ -25,17 +25,17 @@ enum Fault {
     Narrow,
     /// A put outside a window is cut to fit.
     Lenient,
-    /// An error of the rank that left is reported as one of the first peer.
+    /// An error about the rank that left names the first rank of the rail instead.
     BlamesAnother,
-    /// The queue of the last rank is full, and stays so, after 300 puts of all ranks. The other ranks then wait for that
-    /// rank, so that one rank alone can name the queue.
+    /// After 300 puts of all ranks, the queue of the last rank stays full. The other ranks then wait for that rank, so only
+    /// that rank can report the full queue.
     Clogs,
 }
 
 /// All windows and queues of a rail, in one process.
 struct Shared {
     windows: Vec<Vec<u8>>,
-    /// By receiver.
+    /// Indexed by receiver.
     queues: Vec<Vec<(Rank, Signal)>>,
     /// Puts whose bytes come later: receiver, destination, bytes.
     late: Vec<(usize, usize, Vec<u8>)>,
@@ -170,7 +170,7 @@ fn run(ranks: usize, fault: Fault, reorder: bool) -> Result<(), TransportFailure
         reported: vec![false; ranks],
         signals: 0,
     }));
-    // Ranks that are not the indices of the rail.
+    // Rank numbers that differ from the indices on the rail.
     let names: Vec<Rank> = (0..ranks as u32).map(|rank| Rank(3 * rank + 2)).collect();
     let bound = Duration::from_secs(if fault == Fault::None { 60 } else { 2 });
     std::thread::scope(|scope| {
@@ -188,7 +188,7 @@ fn run(ranks: usize, fault: Fault, reorder: bool) -> Result<(), TransportFailure
             .collect();
         let failures: Vec<_> =
             threads.into_iter().filter_map(|thread| thread.join().unwrap().err()).collect();
-        // A rank that waited for a rank that failed, or saw it leave, is less evidence.
+        // The failure of a rank that only waited for a failed rank, or saw it leave, is weaker evidence.
         let follows = |problem: &str| match problem {
             problem if problem.contains(" left (") => 2,
             problem if problem.contains("room for a put") => 0,
@@ -210,12 +210,12 @@ fn a_correct_engine_passes_in_any_order_of_signals() {
 #[test]
 fn broken_engines_fail_with_a_reason() {
     // The signal that is lost or delivered twice may be that of a put or a credit.
-    let unexpected = ["not one that it sent now", "matches no put in flight"];
+    let unexpected = ["is not that of its next put", "matches no put in flight"];
     for (fault, reasons) in [
         (Fault::Drops, ["waited"; 2]),
         (Fault::Duplicates, unexpected),
         (Fault::Early, ["inside the put"; 2]),
-        (Fault::NamesAnother, ["which is no peer", "of rank"]),
+        (Fault::NamesAnother, ["which is not a peer", "of rank"]),
         (Fault::Truncates, ["inside the put"; 2]),
         (Fault::ForgetsEmpty, ["waited"; 2]),
         (Fault::Narrow, unexpected),

@@ -1,4 +1,4 @@
-//! Tests of links: who is named when a link cannot be made, or ends.
+//! Tests of links, and of which rank an error names when a link ends or cannot be made.
 
 use std::net::Ipv4Addr;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
@@ -11,12 +11,12 @@ use crate::error::PeerError;
 
 const LONG: Duration = Duration::from_secs(60);
 
-/// Two ranks whose links lead over the network. Returns the links of each.
+/// Links two ranks over the network. Returns the links of each.
 fn two_machines() -> [Links; 2] {
     two_machines_at(|address| address, LONG).map(Result::unwrap)
 }
 
-/// As [`two_machines`], with `spoil`ed addresses, and with the timeout of rank 0.
+/// Like [`two_machines`], with addresses that `spoil` has changed, and with the timeout of rank 0.
 fn two_machines_at(spoil: impl Fn(SocketAddr) -> SocketAddr, timeout: Duration) -> [Result<Links>; 2] {
     let mut doors = [(); 2].map(|()| Door::open().unwrap());
     let addresses = doors.each_mut().map(|door| door.open_to(Ipv4Addr::LOCALHOST.into()).unwrap());
@@ -100,7 +100,7 @@ fn both_directions_of_a_link_share_one_descriptor() {
     let [one, mut other] = two_machines().map(halves);
     let (sender, mut receiver) = one;
     assert_eq!(sender.as_fd().as_raw_fd(), receiver.as_fd().as_raw_fd());
-    // It stays open until both directions are dropped.
+    // The descriptor stays open until both directions are dropped.
     drop(sender);
     assert!(matches!(other.1.wait(LONG), Some(LinkEvent::Left)));
     other.0.queue(b"to the receiver");
@@ -155,12 +155,12 @@ fn doors<const N: usize>() -> ([Door; N], Vec<Invitation>, Key) {
     (doors, invitations, key)
 }
 
-/// A member that waits for long.
+/// A member with a long timeout.
 fn patient(rank: u32, ranks: usize) -> Member {
     Member::new(Rank(rank), ranks, LONG)
 }
 
-/// Connects to a rank that links, as the rank of `claim`.
+/// Connects to a rank that is connecting its links, as the rank that `claim` names.
 fn call(to: &Invitation, key: &Key, claim: Claim) -> Channel {
     let (stream, _) = local::connect(&to.socket()).unwrap();
     let mut caller = Outbound::new(Socket::Unix(stream), key, Role::Link, claim).unwrap().unwrap();
@@ -173,7 +173,7 @@ fn call(to: &Invitation, key: &Key, claim: Claim) -> Channel {
     }
 }
 
-/// Accepts the link of a rank, and says so.
+/// Accepts the link of a rank, and sends [`READY`].
 fn answer(door: &Door, key: &Key) -> Channel {
     let mut reception = Reception::new(&door.listener, key, Role::Link);
     let (_, mut channel) = loop {
@@ -217,8 +217,8 @@ fn a_rank_whose_connection_is_reset_connects_again() {
     });
 }
 
-/// Rank 2 has a door but never links. The test is rank 0 for rank 1, to let rank 1 fail once it has linked, and then
-/// rank 1 for rank 0.
+/// Rank 2 has a door but never links. The test first plays rank 0 towards rank 1, which fails once it has linked. Then the
+/// test plays rank 1 towards rank 0.
 #[test]
 #[cfg_attr(miri, ignore = "sockets")]
 fn a_rank_that_fails_after_it_has_linked_is_named_while_another_rank_is_missing() {
@@ -270,7 +270,7 @@ fn a_claim_that_does_not_fit_gets_no_link() {
                 let lost = || is_answered.load(Relaxed).then(stop);
                 Links::connect(zero, &patient(0, 2), invitations, lost)
             });
-            // It stays open until rank 0 has linked: its end would be the death of a linked rank.
+            // The connection stays open until rank 0 has linked: its end would mean the death of a linked rank.
             let mut caller = call(&invitations[0], &key, claim);
             let answer = next(&mut caller);
             is_answered.store(true, Relaxed);

@@ -70,7 +70,7 @@ fn links_carry_messages_and_descriptors_and_report_their_end() {
 
 #[test]
 fn a_rank_that_knows_other_invitations_gets_no_links() {
-    // Rank 1 knows another invitation of rank 2 than the other ranks, as if it were of another job.
+    // Rank 1 knows a different invitation of rank 2 than the other ranks, as if rank 1 belonged to a different job.
     let (doors, invitations) = doors(3);
     let other = Door::open().unwrap();
     let told = |rank: usize| {
@@ -80,7 +80,7 @@ fn a_rank_that_knows_other_invitations_gets_no_links() {
         }
         told
     };
-    // Rank 1 gives up first: another rank that gave up would close its door, and rank 1 would take it for dead.
+    // Rank 1 gives up first. If another rank did, that rank would close its door, and rank 1 would report it as dead.
     let timeout = |rank: usize| if rank == 1 { Duration::from_millis(900) } else { LONG };
     let [zero, one, two] = <[_; 3]>::try_from(link(doors, told, timeout)).unwrap().map(peer_error);
     assert_eq!((one.peer, one.fault), (Rank(0), PeerFault::Late), "{one}");
@@ -146,7 +146,7 @@ fn a_rank_that_fails_while_the_others_link_is_named_at_once() {
         let zero = scope.spawn(|| linked(TcpRendezvous::host(&listener, member(0, 3, LONG)).unwrap()));
         let one = scope.spawn(move || linked(TcpRendezvous::join(store, member(1, 3, LONG)).unwrap()));
         let mut two = TcpRendezvous::join(store, member(2, 3, LONG)).unwrap();
-        // The door stays open, so that only the rendezvous can tell.
+        // The door stays open, so that only the rendezvous can report the failure.
         let door = Door::open().unwrap();
         two.all_gather(door.invitation().to_string().as_bytes()).unwrap();
         two.abandon(EnvironmentError::new("linking", "no route", "").into());

@@ -1,10 +1,10 @@
-//! Ranks that are absent or lost, and who is named.
+//! Ranks that are absent or lost, and which rank the errors name.
 
 use super::*;
 
 #[test]
 fn every_rank_names_the_absent_rank() {
-    // Every rank must join within this time, also on a busy machine.
+    // Every rank must join within this time, even on a busy machine.
     let results = meet(4, Some(2), Duration::from_secs(3), Some(secret()));
     assert_eq!(results.len(), 3);
     for result in results {
@@ -21,7 +21,7 @@ fn every_rank_names_the_absent_rank() {
 fn a_rank_that_gives_up_first_tells_rank_0_which_rank_is_absent() {
     let (listener, address) = listener();
     std::thread::scope(|scope| {
-        // Rank 0 must admit rank 1 within this time, also on a busy machine.
+        // Rank 0 must admit rank 1 within this time, even on a busy machine.
         let early = member(1, 3, Duration::from_secs(2));
         let one = scope.spawn(move || TcpRendezvous::join(&address.to_string(), early));
         let zero = peer_error(TcpRendezvous::host(&listener, member(0, 3, LONG)));
@@ -70,7 +70,7 @@ fn every_rank_names_a_rank_lost_after_joining() {
     for (stays, fault) in [(false, PeerFault::Left), (true, PeerFault::Late)] {
         let (listener, address) = listener();
         let store = address.to_string();
-        // Every rank must join within rank 0's timeout, also on a busy machine.
+        // Every rank must join within rank 0's timeout, even on a busy machine.
         let timeout = if stays { Duration::from_secs(2) } else { LONG };
         let results = std::thread::scope(|scope| {
             let (reported, waits) = std::sync::mpsc::channel::<()>();
@@ -157,7 +157,7 @@ fn rank_0_tells_which_rank_is_lost_before_it_leaves() {
         let store = &store;
         let one = scope.spawn(move || {
             let mut one = TcpRendezvous::join(store, member(1, 3, LONG)).unwrap();
-            // By then rank 0 has closed the connection, so sending fails.
+            // After this pause, rank 0 has closed the connection, so sending fails.
             std::thread::sleep(Duration::from_millis(700));
             (one.all_gather(&[1; 100]), one.all_gather(&[]))
         });

@@ -1,4 +1,4 @@
-//! Tests of joining. This file has complete jobs, and what the others share.
+//! Tests of joining. This file has the tests of complete jobs, and what the other files share.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on panics")]
 
@@ -135,7 +135,7 @@ fn is_dropped_unanswered(mut stream: &TcpStream) -> bool {
     !matches!(stream.read(&mut [0; 1]), Ok(1..))
 }
 
-/// Links prove themselves with the secret of the rendezvous, and have the bounds of the buffer.
+/// The handshakes of links use the secret of the rendezvous, and links have the timeouts of the buffer.
 #[test]
 #[cfg_attr(miri, ignore = "sockets")]
 fn a_member_that_has_met_the_others_keeps_the_secret_and_the_settings() {

@@ -2,8 +2,8 @@
 
 use super::*;
 
-/// Rank 0 may compute for long before it takes part in an exchange. Its machine is reachable all the time, although the
-/// socket has no room for a long blob.
+/// Rank 0 may compute for a long time before it takes part in an exchange. Its machine stays reachable, although the socket
+/// has no room for a long blob.
 #[test]
 #[cfg(target_os = "linux")]
 #[cfg_attr(miri, ignore = "sockets")]
@@ -24,7 +24,7 @@ fn a_rank_that_is_late_to_an_exchange_of_long_blobs_is_not_unreachable() {
     });
 }
 
-/// The clock of rank 1's exchange ends before the system gives up a socket that stays full.
+/// Rank 1's exchange times out before the system gives up on a socket that stays full.
 #[test]
 #[cfg(target_os = "linux")]
 #[cfg_attr(miri, ignore = "sockets")]
@@ -44,19 +44,19 @@ fn a_rank_0_that_reads_no_long_blob_within_the_timeout_is_late_and_not_unreachab
     });
 }
 
-/// A rank may be slow to read the blobs of an exchange. Its machine is reachable all the time.
+/// A rank may be slow to read the blobs of an exchange. Its machine stays reachable.
 #[test]
 #[cfg(target_os = "linux")]
 #[cfg_attr(miri, ignore = "sockets")]
 fn a_rank_that_is_slow_to_read_long_blobs_is_not_unreachable() {
-    // More than a receive window, which the sender's socket takes whole, and more than both sockets hold.
+    // First more than a receive window, but all of it fits in the sender's socket; then more than both sockets hold.
     for bytes in [1 << 20, 16 << 20] {
-        // On a busy machine the blobs may be there before the rank waits for them.
+        // On a busy machine the blobs may arrive before the rank waits for them.
         assert!((0..50).any(|_| read_slowly(bytes)), "the rank was not slow");
     }
 }
 
-/// Runs an exchange of which one rank does not read the blobs for longer than the network timeout. Returns false if the
+/// Runs an exchange in which one rank does not read the blobs for longer than the network timeout. Returns false if the
 /// rank did not have to wait for them, and so was not slow.
 #[cfg(target_os = "linux")]
 fn read_slowly(bytes: usize) -> bool {
@@ -72,7 +72,7 @@ fn read_slowly(bytes: usize) -> bool {
             let mut zero = TcpRendezvous::host(&listener, member(0))?;
             zero.all_gather(b"")?;
             let all = zero.all_gather(&blob)?;
-            // An exchange that follows sees whether the connection still is there.
+            // Another exchange shows whether the connection is still open.
             zero.all_gather(b"last").map(|_| all)
         });
         let interrupt = Interrupt::new({
@@ -115,7 +115,7 @@ fn ranks_join_in_spite_of_slow_and_idle_connections() {
     });
 }
 
-/// The timeout holds although connections send a byte now and then.
+/// The timeout applies even if connections send a byte now and then.
 #[test]
 fn slow_connections_do_not_extend_the_timeout() {
     let (listener, address) = listener();
@@ -157,19 +157,19 @@ fn a_member_that_does_not_read_is_named() {
     });
 }
 
-/// Rank 0 has said which rank it waits for, and is stopped then: the others name rank 0.
+/// If rank 0 is stopped after it has sent which rank it waits for, the other ranks name rank 0.
 #[test]
 fn a_rank_0_that_stops_while_it_waits_for_another_rank_is_named() {
     use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
     static HAS_JOINED: AtomicBool = AtomicBool::new(false);
     static CALLS: AtomicUsize = AtomicUsize::new(0);
     static IS_REPORTED: AtomicBool = AtomicBool::new(false);
-    // All ranks must join within this time, also on a busy machine, and rank 0 must be silent for two seconds of it.
+    // All ranks must join within this time, even on a busy machine, and rank 0 must be silent for two seconds of it.
     let timeout = Duration::from_secs(4);
     let (listener, address) = listener();
     std::thread::scope(|scope| {
         let stopping = Interrupt::new(|| {
-            // The second call in the exchange: rank 0 says which rank it waits for after the first one.
+            // Stop at the second call in the exchange: after the first one, rank 0 sends which rank it waits for.
             if HAS_JOINED.load(Relaxed) && CALLS.fetch_add(1, Relaxed) == 1 {
                 while !IS_REPORTED.load(Relaxed) {
                     std::thread::sleep(Duration::from_millis(10));

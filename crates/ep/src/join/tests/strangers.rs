@@ -10,7 +10,7 @@ fn a_process_of_an_earlier_start_of_the_job_is_refused_and_the_job_goes_on() {
     std::thread::scope(|scope| {
         let zero = scope.spawn(|| TcpRendezvous::host(&listener, of(0, 2))?.all_gather(b"zero"));
         let old = TcpRendezvous::join(&store, of(1, 1)).unwrap_err().to_string();
-        let expected = "joining as rank 1 of 2: the job at this store is generation 2, and this process is of 1; this process or rank 0 is left over";
+        let expected = "joining as rank 1 of 2: the job at this store is generation 2, but this process is of generation 1; this process or rank 0 is left over";
         assert!(old.starts_with(expected), "{old}");
         let one = TcpRendezvous::join(&store, of(1, 2)).unwrap().all_gather(b"one");
         assert_eq!(one.unwrap(), zero.join().unwrap().unwrap());
@@ -94,7 +94,7 @@ fn a_replay_is_not_admitted() {
             again.write_all(&said).unwrap();
             again.set_read_timeout(Some(LONG)).unwrap();
             let mut answer = Vec::new();
-            // The recorded offer is valid and gets an answer. Its proof is for another nonce and is rejected.
+            // The recorded offer is valid and gets an answer. The recorded proof is for a different nonce and is rejected.
             let _ = again.read_to_end(&mut answer);
             assert_eq!(answer.len(), if forge { 0 } else { 64 });
         }
