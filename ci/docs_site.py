@@ -1,4 +1,4 @@
-"""What the documentation site needs beside mkdocs.yml: hooks of MkDocs, and the check of links in the built pages.
+"""What the documentation site needs besides mkdocs.yml: hooks of MkDocs, and the check of links in the built pages.
 
 Documents outside docs/ (README.md, SECURITY.md, ...) become pages without a copy in git, and links to sources become
 pages with these sources, so that every relative link that works in the repository works on the site.
@@ -139,7 +139,7 @@ def prose(markdown: str) -> list[tuple[bool, str]]:
 
 
 def sources() -> dict[str, str]:
-    """All paths of the repository that documents link to and that are no documents themselves, with their pages."""
+    """All paths of the repository that documents link to and that are not documents themselves, with their pages."""
     found: dict[str, str] = {}
     documents = [ROOT / path for path in PROJECT] + sorted((ROOT / "docs").rglob("*.md"))
     for document in documents:
@@ -163,7 +163,7 @@ def source_page(path: str) -> str:
 
 
 def experiments() -> list[str]:
-    """The pages of the lab notebook but its index, in the order of their numbers."""
+    """The pages of the lab notebook except its index, in the order of their numbers."""
     return sorted(f"lab/{path.name}" for path in (ROOT / "docs/lab").glob("[0-9]*.md"))
 
 
@@ -251,7 +251,7 @@ class Page(HTMLParser):
 
 
 def broken_links(site: Path) -> list[str]:
-    """Relative links without a target, of all pages but rustdoc's, whose links rustdoc checks."""
+    """Relative links without a target, on all pages except those of rustdoc, whose links rustdoc checks."""
     pages: dict[Path, Page] = {}
 
     def parsed(path: Path) -> Page:

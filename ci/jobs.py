@@ -20,8 +20,8 @@ BACKEND = os.environ.get("BACKEND", "host")
 # How much later than its bound a rank may end, in seconds. A process on a GPU that it shares takes up to a second to
 # end after its error.
 SLACK = float(os.environ.get("SLACK", "3" if BACKEND == "cuda" else "1"))
-# Bounds of the ranks, in seconds: the entry bound, and the stall bound. A GPU that several processes share runs each of
-# them for a while.
+# Bounds of the ranks, in seconds: the entry bound, and the stall bound. They are longer on GPUs, because processes that
+# share a GPU run alternately.
 TIMEOUT, STALL = (20.0, 5.0) if BACKEND == "cuda" else (4.0, 2.0)
 # A fault comes at most this many seconds after the start of the job. Ranks join during the first part.
 MOMENTS = 12.0 if BACKEND == "cuda" else 1.2
@@ -82,7 +82,7 @@ class Job:
 
 
 def endless_bench(ranks: int, domains: int, iterations: int = 1_000_000) -> list[str]:
-    """The arguments of a small benchmark with so many iterations."""
+    """The arguments of a small benchmark with this many iterations."""
     return [
         "bench", "--backend", BACKEND, "--processes", "--ranks", str(ranks), "--domains", str(domains),
         "--experts", str(4 * ranks), "--tokens", "200", "--hidden", "128", "--topk", "3", "--iters", str(iterations),

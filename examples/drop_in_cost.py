@@ -2,9 +2,9 @@
 
     torchrun --standalone --nproc-per-node 2 examples/drop_in_cost.py
 
-Prints, for this package and for a real `deep_ep` where one is installed, the microseconds from a call to its return
+Prints, for this package and for a real `deep_ep` if one is installed, the microseconds from a call to its return
 and the GPU activities (kernels, copies, fills) that it queues; without GPUs, PyTorch's operators instead of activities.
-Times are medians of the slowest rank, without gradients, as in the autograd functions that programs wrap the calls in.
+Times are medians of the slowest rank, without gradients, as in the autograd functions in which programs wrap the calls.
 Blocking calls include their wait for the GPU.
 """
 
@@ -94,7 +94,7 @@ def operators_of(call: Callable[[], object]) -> list[str]:
     """Lists the PyTorch operators in a call."""
     with Operators() as operators:
         call()
-    # The package registers its operators with PyTorch, and calls them directly where no mode watches.
+    # The package registers its operators with PyTorch, and calls them directly if no mode is active.
     return [name for name in operators.names if not name.startswith("hybrid_ep.")]
 
 
@@ -139,7 +139,7 @@ def host_seconds(
 def costs(
     modules: list[Any], group: dist.ProcessGroup, device: torch.device, args: argparse.Namespace
 ) -> dict[str, list[tuple[float, int]]]:
-    """Seconds and GPU activities (without GPUs: PyTorch's operators) of every call, for each of the modules."""
+    """Returns seconds and GPU activities (without GPUs: PyTorch's operators) of every call, for each of the modules."""
     of_modules = [calls(module, group, device, args.tokens, args.hidden, args.local_experts) for module in modules]
     found = {}
     for name in of_modules[0]:
@@ -152,8 +152,8 @@ def costs(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=4096, help="of each rank; the original wants multiples of 64")
-    parser.add_argument("--hidden", type=int, default=2048, help="the original wants multiples of 512")
+    parser.add_argument("--tokens", type=int, default=4096, help="of each rank; the original needs multiples of 64")
+    parser.add_argument("--hidden", type=int, default=2048, help="the original needs multiples of 512")
     parser.add_argument("--local-experts", type=int, default=8, help="experts of each rank")
     parser.add_argument("--repeats", type=int, default=50)
     args = parser.parse_args()

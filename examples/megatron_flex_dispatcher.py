@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from hybrid_ep.install import install_as_deep_ep
 
-# Before the import of Megatron, which imports deep_ep if it finds it.
+# This precedes the import of Megatron, which imports deep_ep if it finds it.
 install_as_deep_ep()
 
 CUDA = torch.cuda.is_available()

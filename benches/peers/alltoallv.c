@@ -3,8 +3,8 @@
  *   mpicc -O3 -march=native -o alltoallv alltoallv.c
  *   mpirun -n 4 ./alltoallv [--tokens 4096] [--hidden 2048] [--experts 64] [--topk 8] [--iters 12] [--seed 1]
  *
- * Every rank has `tokens` rows of `hidden` bf16 elements and the same number of consecutive experts. Two variants run by
- * turns:
+ * Every rank has `tokens` rows of `hidden` bf16 elements and the same number of consecutive experts. Two variants run
+ * alternately:
  *
  * - pairs: the usual dispatcher. One row per (token, expert) pair. dispatch copies the rows into send order (by expert,
  *   and so by rank), exchanges them, and groups them by local expert. combine copies the experts' rows back into the
@@ -21,8 +21,9 @@
  * Before the timed part, each variant runs once with experts that multiply by 1, 2 and 4, and every element of the
  * received rows and of the combined tokens is compared with its definition.
  *
- * A time is the slowest rank's, each from its return from a barrier; the figure is the median over iterations. Rank 0
- * prints one line of JSON. Exit status: 0 = right results; 1 = wrong results; 2 = wrong arguments, or no memory. */
+ * A time is that of the slowest rank. Each rank measures from its return from a barrier. The figure is the median over
+ * iterations. Rank 0 prints one line of JSON. Exit status: 0 = right results; 1 = wrong results; 2 = wrong arguments,
+ * or no memory. */
 
 #include <errno.h>
 #include <limits.h>
@@ -98,7 +99,7 @@ static int *final_row; /* pairs: for each received row, its place among the rows
 /* ranks: a visit is one token that comes to this rank, by source and token. */
 static int visits;
 static int *visit_source, *visit_token;
-static int *copies_at, *copies; /* The places of visit v among the grouped rows: from copies[copies_at[v]] on. */
+static int *copies_at, *copies; /* The grouped rows of visit v: copies[copies_at[v]] to copies[copies_at[v + 1] - 1]. */
 
 static int visits_rank(int source, int token, int rank) {
     for (int k = 0; k < size.topk; k++) {
@@ -281,7 +282,7 @@ static void dispatch_ranks(void) {
 
 static void combine_ranks(const bf16 **in) {
     const struct plan *plan = &plans[RANKS];
-    int own = plan->sent_at[me] - plan->received_at[me]; /* From the number of an own visit to its place in `leaving`. */
+    int own = plan->sent_at[me] - plan->received_at[me]; /* This rank's visit v has place own + v in `leaving`. */
     for (int v = 0; v < visits; v++) {
         int count = copies_at[v + 1] - copies_at[v];
         for (int i = 0; i < count; i++) {
@@ -306,7 +307,7 @@ static void run(int variant, int operator, const bf16 **in) {
 /* Experts multiply by 1, 2 or 4, so that a row of another expert changes the sum. */
 static int doublings(int expert) { return expert % 3; }
 
-/* Counts the rows that differ from the tokens that the routing assigns to them, and runs the experts on them. */
+/* Counts the rows that differ from the tokens that the routing assigns to them, and runs the experts on all rows. */
 static long check_rows(bf16 *expected) {
     long wrong = 0;
     for (int e = 0; e < local; e++) {

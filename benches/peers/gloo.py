@@ -2,7 +2,8 @@
 """Times dispatch and combine over `all_to_all_single` of torch.distributed with gloo: one line of JSON.
 
 The dispatcher, its check and its clock are those of `python -m hybrid_ep bench --compare`, which also measures this
-package from PyTorch. This program measures gloo alone, so that `benches/peers/run` can take turns.
+package from PyTorch. This program measures gloo alone, so that `benches/peers/run` can run it in turn with other
+programs.
 
 Needs PyTorch and the package `hybrid_ep`: `pip install .` in the repository's root.
 """
@@ -29,7 +30,7 @@ WARM_UP = 2
 
 def rank_main(rank: int, case: Case, rendezvous: str) -> None:
     """Runs one rank. Exits with status 1 if its results are wrong."""
-    # As for the ranks of `hybrid-ep bench`: each has its share of the cores.
+    # Each rank has its share of the cores, like the ranks of `hybrid-ep bench`.
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // case.ranks))
     device = torch.device("cpu")
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=case.ranks)

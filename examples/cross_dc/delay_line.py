@@ -33,7 +33,7 @@ def open_device(name: str) -> int:
 
 def carry(devices: list[int], delay: float) -> None:
     """Carries packets until standard input closes."""
-    # By the device that a packet came from: when it leaves, and the packet.
+    # For each device: the packets that came from it, and when they leave.
     held: list[deque[tuple[float, bytes]]] = [deque(), deque()]
     while True:
         now = time.monotonic()
@@ -66,7 +66,7 @@ def deliver(target: int, packet: bytes) -> None:
     try:
         os.write(target, packet)
     except OSError as error:
-        # A device that is not up yet, or no longer, refuses packets with EIO. A cable would lose them too.
+        # A device that is not up refuses packets with EIO. An unplugged cable would lose them too.
         if error.errno != 5:
             raise
 

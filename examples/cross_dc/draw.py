@@ -29,7 +29,7 @@ def draw(path: Path, modes: dict[str, Any], title: str) -> None:
     Args:
         path: The picture.
         modes: The results of each mode, as in results.json.
-        title: What the link is.
+        title: The title, which describes the link.
     """
     figure, (by_step, by_time, times) = pyplot.subplots(1, 3, figsize=(12, 3.6), layout="constrained")
     figure.suptitle(title)

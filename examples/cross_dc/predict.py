@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 INT8 = '"int8"'
 RATE = r"(\d+(?:\.\d+)?)([kmg])bit"
-# Of weights and of gradients, as the planner's file has them: a codec, or bytes over the bytes that travel for them.
+# Compression of weights and of gradients, as in the planner's file: a codec, or bytes over the bytes that travel.
 COMPRESSION = {"exact": ("1", "1"), "int8": (INT8, INT8), "delta": ("50", INT8), "shared": ("50", INT8)}
 
-# By mode: the codec of dense gradients between datacenters; "exact" for all others. By codec: bytes of an element.
+# The codec of dense gradients between datacenters, where it is not "exact". Then, by codec: bytes of an element.
 DENSE = {"delta": "int8", "shared": "int8"}
 DENSE_BYTES = {"exact": 4.0, "int8": 1 + 4 / 128}
 
@@ -39,7 +39,7 @@ class Given(NamedTuple):
 
 
 def mode_and_depth(mode: str) -> tuple[str, int | None]:
-    """Splits `int8@2` into the mode and the depth of the migration; None for its default."""
+    """Splits `int8@2` into the mode and the depth of the migration; None for the default depth."""
     name, _, depth = mode.partition("@")
     return name, int(depth) if depth else None
 
@@ -58,7 +58,7 @@ def cluster_file(folder: Path, given: Given, rate: str, delay: float, efficiency
         The file.
 
     Raises:
-        ValueError: `rate` is no rate.
+        ValueError: `rate` is not a rate.
     """
     parts = re.fullmatch(RATE, rate, re.IGNORECASE)
     if parts is None:
@@ -90,13 +90,13 @@ memory_bandwidth = "10 GB/s"
 def predict(cluster: Path, given: Given, mode: str) -> float:
     """Predicts the seconds of a training step.
 
-    The planner prices the compute and the transfers of a layer. To the layers come dense gradients, which leave after
+    The planner prices the compute and the transfers of a layer. The prediction adds dense gradients, which leave after
     those of the experts, and the optimizer.
 
     Args:
-        cluster: A cluster file: of `cluster_file`, or of `hybrid-ep calibrate`.
+        cluster: A cluster file, from `cluster_file` or `hybrid-ep calibrate`.
         given: The sizes.
-        mode: A mode of the example. Its depth is taken to be enough.
+        mode: A mode of the example. Its depth is assumed to be sufficient.
 
     Returns:
         Seconds.
@@ -106,7 +106,7 @@ def predict(cluster: Path, given: Given, mode: str) -> float:
     """
     mode, _ = mode_and_depth(mode)
     weights, gradients = COMPRESSION.get(mode, COMPRESSION["exact"])
-    # The planner counts operations. A first run finds how many, the second has the throughput that was measured.
+    # The planner counts operations. A first run finds their number, the second uses the measured throughput.
     plan = run_planner(cluster, given, weights, gradients, None)
     members = plan["plan"]["scaling_factors"]
     if members[0] != given.datacenters or math.prod(members) != given.ranks:
@@ -132,7 +132,8 @@ def dense_link_bytes(given: Given, mode: str) -> float:
     """Counts the bytes of dense gradients that leave a datacenter in a step.
 
     The mode `plain` uses gloo's ring over all ranks, whose link between two datacenters carries `2 (ranks - 1) / ranks`
-    of the bytes. In the others each datacenter sends its sum once to every other one; headers are left out.
+    of the bytes. In the other modes each datacenter sends its sum once to every other datacenter; headers are not
+    counted.
     """
     if mode == "plain":
         return 2 * (given.ranks - 1) / given.ranks * 4 * given.dense_parameters
@@ -140,7 +141,7 @@ def dense_link_bytes(given: Given, mode: str) -> float:
 
 
 def dense_messages(given: Given, mode: str) -> int:
-    """Counts the messages between datacenters that follow one another."""
+    """Counts the messages between datacenters that are sent one after the other."""
     return 2 * (given.ranks - 1) if mode == "plain" else 1
 
 
@@ -150,7 +151,7 @@ def pass_seconds(layer: dict[str, float], layers: int, mode: str) -> float:
     With migration, the link sends one layer while the processors compute another. The slower of the two works all the
     time, except while the other one works on its first or last layer: in a forward pass the first layer is computed
     after its weights have arrived, in a backward pass the last gradients leave after they were computed. In the mode
-    `plain`, a layer sends and computes by turns.
+    `plain`, a layer alternates between sending and computing.
 
     Args:
         layer: The times of one layer, from the planner.

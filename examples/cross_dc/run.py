@@ -7,8 +7,11 @@ Two network namespaces stand for two datacenters, with two ranks in each. The pr
 commands `ip` and `tc`; without them it runs all ranks on one machine without a limit of the rate, and says so. The mode
 `plain` sends tokens between the datacenters and needs libfabric.
 
-It writes results.json and curves.png into the folder of --out, and prints each mode's predicted and measured time of a
-step.
+
+
+
+The program writes results.json and curves.png into the folder of --out, and prints each mode's predicted and measured
+time of a step.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ import predict
 import train
 
 PORT = 29500
-# A mode, and for one with migration the depth.
+# A mode; one with migration may have a depth.
 KNOWN = f"plain|({'|'.join(train.HYBRID)})(@[1-9][0-9]?)?"
 RANKS_PER_DATACENTER = 2
 
@@ -83,7 +86,7 @@ def start(args: argparse.Namespace, joined: network.Network | None) -> int:
     try:
         for command in commands:
             nodes.append(subprocess.Popen(command, env=environment, start_new_session=True))
-        # torchrun of a datacenter whose rank failed ends; the other one notices.
+        # If a rank fails, the torchrun of its datacenter ends, and the other torchrun notices.
         return max(abs(node.wait()) for node in nodes)
     finally:
         network.stop(nodes)
@@ -144,7 +147,7 @@ def report(args: argparse.Namespace, result: dict[str, Any], *, shaped: bool) ->
 
 
 def predictions(args: argparse.Namespace, given: predict.Given, *, shaped: bool) -> dict[str, float]:
-    """Predicts the seconds of a step of each mode, or reads what an earlier run predicted. Nothing without a link."""
+    """Predicts the seconds of a step of each mode, or reads what an earlier run predicted. Empty without a link."""
     if args.predictions is not None:
         earlier: dict[str, float] = json.loads(args.predictions.read_text())["step_seconds"]
         return earlier
@@ -154,7 +157,7 @@ def predictions(args: argparse.Namespace, given: predict.Given, *, shaped: bool)
     return {} if cluster is None else {mode: predict.predict(cluster, given, mode) for mode in args.modes}
 
 
-# The arguments of train.py with a number each.
+# The arguments of train.py that are numbers.
 PASSED = "steps turn windows context layers width heads experts topk expert_width lr seed".split()
 
 
@@ -173,8 +176,8 @@ def rate(text: str) -> str:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rate", type=rate, default="100Mbit", help="of the link, in each direction")
-    parser.add_argument("--delay", type=seconds, default=0.0, metavar="TIME", help="of a packet, in each direction")
+    parser.add_argument("--rate", type=rate, default="100Mbit", help="rate of the link in each direction")
+    parser.add_argument("--delay", type=seconds, default=0.0, metavar="TIME", help="delay in each direction")
     parser.add_argument("--unshaped", action="store_true", help="all ranks on this machine, without an emulated link")
     parser.add_argument("--out", type=Path, default=Path("cross-dc"), metavar="DIR", help="where the results go")
     parser.add_argument("--cluster", type=Path, metavar="FILE", help="predict with this cluster file of the planner")

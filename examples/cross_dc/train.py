@@ -1,8 +1,8 @@
-"""Trains the language model of the examples in several modes by turns. `run.py` starts it, once per rank.
+"""Trains the language model of the examples in several modes, which take turns. `run.py` starts it, once per rank.
 
-All modes start with the same weights and learn from the same batches. Turns of a few steps make load on the machine by
-other programs fall on all modes alike. Between turns the ranks wait until the link is silent, and the first step of a
-turn, which finds its weights delivered, is not counted.
+All modes start with the same weights and learn from the same batches. Turns have a few steps, so that load from other
+programs affects all modes alike. Between turns the ranks wait until the link is silent, and the first step of a turn,
+whose weights have been delivered by then, is not counted.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ HYBRID = {
     "shared": ("shared:0.048", "int8"),
 }
 MODES = ("plain", *HYBRID)
-# The link is silent if less than this passes in each direction within PAUSE seconds; heartbeats of buffers do.
+# The link is silent if fewer bytes pass in each direction within PAUSE seconds. Heartbeats of buffers are fewer.
 SILENCE, PAUSE = 20_000, 0.1
 
 
@@ -140,7 +140,7 @@ def link() -> tuple[int, int] | None:
 
 
 def wait_for_silence() -> None:
-    """Waits until all ranks are here and nothing travels."""
+    """Waits until all ranks have arrived and nothing travels."""
     dist.barrier()
     before = link()
     while before is not None:
@@ -154,7 +154,7 @@ def wait_for_silence() -> None:
 
 
 class Alone(NamedTuple):
-    """What a rank measures without communication, while the other ranks do the same; the same on all ranks."""
+    """What a rank measures without communication, while the other ranks do so too. All ranks have the same result."""
 
     compute_seconds: float  # forward and backward pass
     optimizer_seconds: float  # with this rank's share of the experts
@@ -224,7 +224,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                 trainer.step(next(data[mode]), counted=step > first)
             wait_for_silence()
             if before is not None and (after := link()) is not None:
-                # The busier direction of the link; without data of TCP's own rendezvous.
+                # The busier direction of the link, from one silence to the next.
                 trainer.link_bytes += max(now - then for now, then in zip(after, before, strict=True))
         if dist.get_rank() == 0:
             done = min(first + args.turn, args.steps)
@@ -257,7 +257,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="MODE,...",
         help="int8@2 is the mode int8 with depth=2",
     )
-    parser.add_argument("--steps", type=int, default=60, help="of each mode; 0 predicts and trains nothing")
+    parser.add_argument("--steps", type=int, default=60, help="steps of each mode; 0 predicts and trains nothing")
     parser.add_argument("--turn", type=int, default=10, help="steps of a mode before the next mode's turn")
     parser.add_argument("--windows", type=int, default=8, help="windows of text a rank and step")
     add_model_arguments(parser)

@@ -36,12 +36,12 @@ def main(arguments: list[str], name: str = MODULE) -> int:
     finally:
         signal.signal(signal.SIGINT, before)
     if arguments[:1] == ["bench"] and not {"-h", "--help"}.isdisjoint(arguments):
-        return _print(f"\nBeside other implementations, from PyTorch:\n  {name} bench --compare --help", name) or code
+        return _print(f"\nTo compare implementations from PyTorch:\n  {name} bench --compare --help", name) or code
     return code
 
 
 def _print(text: str, name: str) -> int:
-    """Prints text and returns the exit code. A pipe that its reader has closed is no error, as in native commands."""
+    """Prints text and returns the exit code. As in native commands, a pipe closed by its reader is not an error."""
     try:
         print(text, flush=True)
     except OSError as error:

@@ -3,9 +3,9 @@
     dispatch   tokens -> rows      backward: combine
     combine    rows   -> tokens    backward: dispatch
 
-Both the registered operators and the functions `dispatch` and `combine` of this module have them. The functions are for
-programs that run without a compiler, mode or tracer: PyTorch's dispatcher and its wrapper of registered gradients take
-a hundred microseconds of host time and more for each call.
+Both the registered operators and the functions `dispatch` and `combine` of this module have gradients. The functions
+are for programs that run without a compiler, mode or tracer: PyTorch's dispatcher and its wrapper of registered
+gradients take at least a hundred microseconds of host time for each call.
 
 Backward calls a collective operator, so its arguments must depend only on facts that are equal on all ranks: on which
 inputs need gradients, never on which outputs have a gradient on this rank. Autograd fills in zeros for an output
@@ -76,7 +76,8 @@ def _dispatch_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | No
     tokens, _, _, topk_idx, handle, buffer, _, fp8, permuted, _, _, _ = inputs
     out, out_scales, _, out_map = output
     is_fp8 = fp8 is not None or tokens.dtype == torch.float8_e4m3fn
-    # Not a saved tensor: hooks that move saved tensors would copy the handle's number and drop its storage, the owner.
+    # Not a saved tensor: hooks that move saved tensors would copy the number of the handle, and drop the storage that
+    # owns the handle.
     ctx.handle = handle
     ctx.save_for_backward(topk_idx)
     ctx.buffer, ctx.permuted, ctx.tokens = buffer, permuted, tokens.shape[0]
@@ -153,13 +154,13 @@ class _Combine(torch.autograd.Function):
 
 
 def dispatch(*arguments: Any) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """As `torch.ops.hybrid_ep.dispatch`, for plain tensors outside of compilers and modes. An absent output is None."""
+    """Like `torch.ops.hybrid_ep.dispatch`, for plain tensors outside compilers and modes. Absent outputs are None."""
     delivered: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None] = _Dispatch.apply(*arguments)
     return delivered
 
 
 def combine(*arguments: Any) -> tuple[Tensor, Tensor | None]:
-    """As `torch.ops.hybrid_ep.combine`, with the restrictions of `dispatch`."""
+    """Like `torch.ops.hybrid_ep.combine`, with the restrictions of `dispatch`."""
     combined: tuple[Tensor, Tensor | None] = _Combine.apply(*arguments)
     return combined
 

@@ -1,9 +1,9 @@
 """From the arguments of `Buffer`'s operators to one call of an operator.
 
 The functions check what concerns several arguments together, convert weights to float32, and select how the operator is
-called: as the plain function of `ops`, with gradients (`_autograd`), or, where a compiler or a mode must see the call,
-as the registered operator `torch.ops.hybrid_ep.*`. `ops` checks each tensor. `buffer` imports this module, and
-`deep_ep` for a dispatch that delivers no map.
+called: as the plain function of `ops`; with gradients (`_autograd`); or, if a compiler or a mode must see the call,
+as the registered operator `torch.ops.hybrid_ep.*`. `ops` checks each tensor by itself. `buffer` imports this
+module. So does `deep_ep`, for dispatches that deliver no map.
 """
 
 from __future__ import annotations
@@ -172,7 +172,8 @@ def combine(
         probs: As for `Buffer.combine`; with `first_column`, wider.
         wire: As for `Buffer.combine`.
         permuted: Whether to combine in permuted mode.
-        first_column: In plain mode, the column of `probs` that belongs to the first local expert, if there are others.
+        first_column: In plain mode, the column of `probs` that belongs to the first local expert, if `probs` has
+            columns of other ranks' experts.
     """
     _check_handle(end, handle, permuted)
     if probs is not None:
@@ -218,7 +219,7 @@ def _start(
 ) -> tuple[Result, Work]:
     if not isinstance(after, torch.cuda.Event | Work | None):
         raise CallerError(f"after: expected a torch.cuda.Event or a Work, found {type(after).__name__}")
-    # PyTorch makes the event of CUDA at the first record. Until then, a wait for it does nothing.
+    # PyTorch creates the CUDA event at the first record(). Until then, a wait for the event does nothing.
     if isinstance(after, torch.cuda.Event) and not after.cuda_event:
         raise CallerError("after: the event was never recorded: call record() before the operator")
     if end.communication is None:
@@ -266,7 +267,7 @@ def _way(*tensors: Tensor | None) -> _Way:
 
 
 def _refuse_tangents(tensors: Iterable[Tensor | None]) -> None:
-    """Refuses forward-mode gradients. PyTorch would drop them without a word where no tensor requires a gradient."""
+    """Refuses forward-mode gradients. If no tensor requires a gradient, PyTorch would drop them silently."""
     for tensor in tensors:
         if isinstance(tensor, Tensor) and forward_ad.unpack_dual(tensor).tangent is not None:
             raise CallerError("a tensor has a tangent: forward-mode gradients are not implemented; use backward mode")

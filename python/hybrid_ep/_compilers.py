@@ -1,7 +1,7 @@
 """Makes Inductor run every collective operator of a graph, in the graph's order. Only `_library` imports this module.
 
-Other ranks wait for each call. Inductor drops calls whose outputs it does not read, which are those of a rank with 0
-tokens, and moves calls that do not depend on each other, on each rank in its own way.
+Other ranks wait for each call. But Inductor drops calls whose outputs are not read, such as those of a rank with 0
+tokens, and moves calls that do not depend on each other, perhaps differently on each rank.
 
 The operators have no effect (`torch.library._register_effectful_op`): with one, PyTorch 2.11 cannot compile activation
 checkpoints, nor sizes that depend on data, and its scheduler ignores the order.
@@ -34,7 +34,7 @@ def _register_lowerings() -> None:
 
     for name in ("preprocess", "dispatch", "combine"):
         operator = getattr(torch.ops.hybrid_ep, name).default
-        # As for operators without a lowering: inputs keep the strides of the graph.
+        # Inputs keep the strides of the graph, as they do for operators without a lowering.
         lowering.add_layout_constraint(operator, lowering.constrain_to_fx_strides)
         lowering.register_lowering(operator, type_promotion_kind=None)(_lowering(operator))
 

@@ -84,7 +84,7 @@ def identity(rows: Tensor, counts: Tensor) -> Tensor:
 
 
 class Implementation(Protocol):
-    """One implementation of the operators. A plan is its result of preprocess.
+    """One implementation of the operators. A plan is the result of its preprocess.
 
     If `preprocesses` is False, a plan can be made only by a dispatch.
     """
@@ -105,7 +105,7 @@ class Implementation(Protocol):
         ...
 
     def weighing(self, weigh: Weigh) -> Implementation:
-        """Returns the implementation with another multiplication by weights in its layer, if it has that step."""
+        """Returns the implementation with a different multiplication by weights in its layer, if it has that step."""
         ...
 
 
@@ -375,7 +375,7 @@ def real_deep_ep() -> tuple[Any | None, str]:
         return None, f"deep_ep: not compared, it cannot be imported ({error})"
     buffer = getattr(module, "HybridEPBuffer", None)
     if buffer is None:
-        return None, "deep_ep: not compared, this version has no HybridEPBuffer (its branch hybrid-ep has)"
+        return None, "deep_ep: not compared, this version has no HybridEPBuffer (its branch hybrid-ep has one)"
     if buffer.__module__.split(".")[0] == __package__.split(".")[0]:
         return None, "deep_ep: not compared, it is this package's own drop-in"
     return module, ""

@@ -24,7 +24,7 @@ def dense_routing(
     """Converts a top-k routing to a map and dense weights. Differentiable with respect to `topk_weights`.
 
     A negative index names no expert. On the CPU an index past the last expert is an error; on a GPU it names no expert,
-    because reading it on the host would wait. If a row names an expert twice, the weights are added.
+    because the host would wait for the GPU to read it. If a row names an expert twice, the weights are added.
 
     Args:
         topk_idx: Integer [tokens, K], on any device.
@@ -48,7 +48,7 @@ def dense_routing(
 
 
 def dense_weights(topk_idx: Tensor, topk_weights: Tensor, tokens: int, experts: int) -> Tensor:
-    """As `dense_routing`, but returns the weights only."""
+    """Like `dense_routing`, but returns the weights only."""
     _check(topk_idx, topk_weights, tokens)
     if not _is_native(topk_idx, topk_weights):
         weights = _traced(topk_idx, topk_weights, tokens, experts)[1]

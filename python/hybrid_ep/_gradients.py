@@ -63,10 +63,11 @@ def reduce_gradients(
             averaged them.
 
     Raises:
-        CallerError: `op` is neither; the groups do not fit the layer's buffer; a dense gradient is a `DTensor`; the
-            buffer of a layer has several ranks, and `torch.distributed` is not initialized; a parameter inside of a
-            `LocalExperts` is not marked; the gradients are reduced already; or, in the first call for a module, a dense
-            parameter, a setting of a layer, or the shape or type of a parameter is not equal on all ranks.
+        CallerError: `op` is neither "mean" nor "sum"; the groups do not fit the layer's buffer; a dense gradient is a
+            `DTensor`; the buffer of a layer has several ranks, and `torch.distributed` is not initialized; a parameter
+            inside of a `LocalExperts` is not marked; the gradients are reduced already; or, in the first call for a
+            module, a dense parameter, a setting of a layer, or the shape or type of a parameter is not equal on all
+            ranks.
         PeerError: Another rank died, left, failed, stalled or is late. Ranks on GPUs are not watched.
 
     Warns:
@@ -187,15 +188,15 @@ def _check_reduced_once(parameters: Iterable[nn.Parameter]) -> None:
             )
         warnings.warn(
             "gradients of experts were reduced before and not reset since: call reduce_gradients once per step, after "
-            "the backward pass of the last micro-batch. (zero_grad(set_to_none=False) keeps the tensors, so that this "
-            "cannot be told: use set_to_none=True)",
+            "the backward pass of the last micro-batch. (zero_grad(set_to_none=False) keeps the tensors, so that a "
+            "reset cannot be detected: use set_to_none=True)",
             stacklevel=4,
         )
         return
 
 
 def _check_marks(module: nn.Module, experts: set[int]) -> None:
-    """Refuses parameters inside of experts of which nothing says whether they are an expert's."""
+    """Refuses parameters inside of experts that are marked neither as an expert's nor as dense."""
     for part in module.modules():
         for name, parameter in part.named_parameters() if isinstance(part, LocalExperts) else ():
             if parameter.requires_grad and id(parameter) not in experts and not hasattr(parameter, "expert_parallel"):
@@ -253,7 +254,7 @@ def clip_gradients(
     """Scales gradients so that their norm over the parameters of all ranks is at most `max_norm`. Collective.
 
     Call `reduce_gradients` first. `torch.nn.utils.clip_grad_norm_` counts only this rank's experts, so it scales the
-    dense gradients differently on each rank. The norm counts every expert once, also if several ranks have it, and all
+    dense gradients differently on each rank. The norm counts every expert once, even if several ranks have it, and all
     shards of a `DTensor`.
 
     Args:
@@ -296,7 +297,7 @@ def clip_gradients(
             name, rank, other = unequal
             raise CallerError(
                 f"clip_gradients: the gradient of {name} of rank {other} differs from that of rank {rank}: call "
-                "reduce_gradients before"
+                "reduce_gradients first"
             )
     of_experts, of_dense = torch.zeros(2, dtype=torch.float32, device=device).unbind()
     # Sums of the squares of this rank's shards, by mesh and by which of its dimensions are sharded.
@@ -342,7 +343,7 @@ def _buffers(module: nn.Module) -> list[Buffer]:
         if isinstance(part, LocalExperts):
             used = [part.buffer]
         elif any(isinstance(child, LocalExperts) for child in part.children()):
-            # The dispatcher of these experts. That of a HybridMoELayer has fewer ranks than share the experts.
+            # Skips the dispatcher of these experts: in a HybridMoELayer it has fewer ranks than share the experts.
             continue
         else:
             values = [value.buffer if isinstance(value, TokenDispatcher) else value for value in vars(part).values()]

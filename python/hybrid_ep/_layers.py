@@ -1,7 +1,7 @@
 """The layers of a module: whether they are the same on all ranks, and which of them have no marked experts.
 
-The first `reduce_gradients` of a module asks both. Ranks compare *facts*: a setting of a layer, the shape and type of a
-parameter. A class names its settings that must be equal in `_equal_on_all_ranks`.
+The first `reduce_gradients` of a module checks both. Ranks compare *facts*: a setting of a layer, the shape and type of
+a parameter. A class names its settings that must be equal in `_equal_on_all_ranks`.
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -44,7 +44,7 @@ Facts: TypeAlias = dict[str, tuple[str, bool]]
 Groups: TypeAlias = "weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[dist.ProcessGroup]]"
 """The groups whose ranks have compared a module, by module."""
 
-# By whether dense parameters were compared, too.
+# Indexed by whether dense parameters were compared, too.
 _compared: dict[bool, Groups] = {True: weakref.WeakKeyDictionary(), False: weakref.WeakKeyDictionary()}
 
 
@@ -77,7 +77,7 @@ def facts_of(module: nn.Module, experts: Container[int], *, dense: bool) -> Fact
 
 
 def digest_of(facts: Facts) -> int:
-    """Returns a number below 2**56 that differs where facts differ."""
+    """Returns a number below 2**56 that differs if facts differ."""
     return int.from_bytes(hashlib.sha256(json.dumps(facts).encode()).digest()[:7], "big")
 
 
@@ -116,7 +116,7 @@ def groups_of(
 
 
 def extremes(own: Tensor, group: dist.ProcessGroup, watch: Watch) -> tuple[Tensor, Tensor]:
-    """Returns the largest and the smallest of every whole number over the ranks. Collective."""
+    """Returns the maximum and the minimum of each integer over the ranks. Collective."""
     # `~` reverses the order, so the second half of the maxima has the minima.
     largest, smallest = both = torch.stack([own, ~own])
     watch.all_reduce(both, dist.ReduceOp.MAX, group)
@@ -173,10 +173,10 @@ def owners(buffer: Buffer) -> int:
 
 
 def unmarked_layers(module: nn.Module, experts: Container[int]) -> str | None:
-    """Names the layers that send tokens to several ranks, and of whose parameters none is marked as an expert's.
+    """Names the layers that send tokens to several ranks, and have no parameter that is marked as an expert's.
 
-    A module with a `TokenDispatcher` is a layer. A module with a `Buffer` is a layer if it is neither around a layer
-    nor inside of one. If a layer has no parameters, the module around it counts instead.
+    A module with a `TokenDispatcher` is a layer. A module with a `Buffer` is a layer if it neither contains a layer nor
+    is inside of one. If a layer has no parameters, the module around it counts instead.
 
     Args:
         module: The module.

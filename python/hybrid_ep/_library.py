@@ -99,7 +99,7 @@ def call_combine(
     permuted: bool,
     wire: torch.dtype | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """As `call_dispatch`, for combine."""
+    """Calls combine with the arguments of the registered operator. An absent output is None."""
     return combine(end_of(buffer), rows, probs, handle, tokens, permuted, wire)
 
 

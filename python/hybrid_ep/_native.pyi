@@ -17,7 +17,7 @@ class Settings(TypedDict):
     workers: int | None
     sms: int | None
 
-# Address and bytes of a tensor. A capsule, below, is a DLPack one: an object that `from_dlpack` takes.
+# Address of a tensor, and its number of bytes. A result of type `object` is a DLPack capsule for `from_dlpack`.
 _Span = tuple[int, int]
 
 def timeout_of(settings: Settings) -> float: ...

@@ -42,7 +42,7 @@ def _no_cuda() -> str:
 def _current_gpu() -> int:
     """The CUDA device for a buffer without `device`.
 
-    PyTorch's current device, unless that is device 0, which it is when the program has set none. Then the launcher's
+    This is PyTorch's current device, unless that is device 0, as it is if the program has set none. Then the launcher's
     local rank selects the device, so that the ranks of a machine do not share GPU 0.
     """
     current = torch.cuda.current_device()

@@ -33,7 +33,7 @@ _places = itertools.count()
 
 @contextmanager
 def attach(buffer: Buffer) -> Iterator[Buffer]:
-    """Attaches the buffer to whatever this thread unpickles inside the `with` block."""
+    """Attaches the buffer to the objects that this thread unpickles inside the `with` block."""
     token = _attached.set(buffer)
     try:
         yield buffer
@@ -54,7 +54,7 @@ class Shared:
 
     def _name(self) -> str:
         """Returns a name that is unique to this object and this process."""
-        # Not `id`: another object may have it once this one is gone.
+        # Not `id`: another object may have the same `id` once this one is gone.
         if not hasattr(self, "_place"):
             self._place = next(_places)
         name = f"{_RUN}/{os.getpid()}/{self._place}"
@@ -99,8 +99,8 @@ def find_buffer(name: str, num_experts: int, ranks: int) -> Buffer:
         ranks: The number of ranks of the saved buffer.
 
     Raises:
-        CallerError: There is no such buffer in this process and none is attached, or the attached buffer has another
-            number of experts.
+        CallerError: There is no such buffer in this process and none is attached, or the attached buffer has a
+            different number of experts.
     """
     attached = _attached.get()
     if attached is None:

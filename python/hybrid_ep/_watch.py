@@ -16,7 +16,7 @@ from .experts import LocalExperts
 
 __all__ = ["Watch"]
 
-# The time between two looks at the other ranks.
+# The time between two checks of the other ranks.
 _LOOK = timedelta(seconds=0.05)
 # Seconds in which a collective may end after a rank has left, or news of a lost rank may come after one has failed.
 _NEWS = 1.0
@@ -30,7 +30,7 @@ class Watch:
     """
 
     def __init__(self, module: nn.Module, buffers: list[Buffer]) -> None:
-        # The buffer of a HybridMoELayer has some of the ranks; its migration knows all.
+        # The buffer of a HybridMoELayer has only some of the ranks; its migration has all.
         used: dict[int, Any] = {id(buffer): buffer for buffer in buffers if isinstance(buffer, Buffer)}
         for part in module.modules():
             if isinstance(part, LocalExperts) and hasattr(part, "migration"):
@@ -61,7 +61,7 @@ class Watch:
         try:
             self._check(started)
         except PeerError as error:
-            # A rank may leave when it has sent all that this one needs, or because it has heard of a lost rank before.
+            # A rank may leave when it has sent all that this one needs, or because it has heard of a lost rank earlier.
             if error.fault == "left" and _waited(work, timedelta(seconds=_NEWS)):
                 return True
             self._check(started, has_failed=True)

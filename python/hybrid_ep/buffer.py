@@ -42,8 +42,8 @@ class Buffer(Joined):
     capacities may differ between ranks, and may be zero. Any thread may use a buffer, one call at a time: calls at the
     same time are an error of the program. Operators release the GIL.
 
-    Which ranks: those of `group`; without `group`, those of the default process group if it is initialized; else the
-    ranks that the environment of torchrun or SLURM describes; else this process alone.
+    **Ranks.** The ranks are those of `group`; without `group`, those of the default process group if it is initialized;
+    else those that the environment of torchrun or SLURM describes; else this process alone.
 
     **Streams.** On a GPU, an operator is put into the current stream (`torch.cuda.current_stream()`) and returns at
     once, except a preprocess without `capacity`, which waits for the row counts. With `async_op=True` it is put into
@@ -69,7 +69,7 @@ class Buffer(Joined):
         num_experts: E, the number of experts on all ranks; a multiple of the number of ranks. Expert `e` is on rank
             `e // (E // world_size)`.
         domains: The number of NVLink domains of equal size. The engine of HYBRID_EP_TRANSPORT carries tokens between
-            them. Each domain is on one machine, or on several whose GPUs one NVLink network connects (never run).
+            them. Each domain is on one machine, or on several whose GPUs one NVLink network connects (never tested).
         device: The device of all tensors. Default: the CPU if there is no GPU, else the current CUDA device. If that
             is device 0, as it is if the program has set none, torchrun's LOCAL_RANK or SLURM's SLURM_LOCALID selects
             the device.
@@ -77,8 +77,9 @@ class Buffer(Joined):
             Default: HYBRID_EP_TIMEOUT_MS, else 600.
         stall_timeout: The stall bound in seconds: how long a peer inside an operator may make no progress, or its
             heartbeat may be silent. Default: HYBRID_EP_STALL_TIMEOUT_MS, else 30. A shorter `timeout` limits it.
-        workers: CPU only: threads of an operator. Default: cores divided by ranks.
-        sms: GPU only: streaming multiprocessors that dispatch and combine take. Default: HYBRID_EP_SMS, else 32.
+        workers: CPU only: the number of threads of an operator. Default: cores divided by ranks.
+        sms: GPU only: the number of streaming multiprocessors that dispatch and combine use. Default: HYBRID_EP_SMS,
+            else 32.
 
     Raises:
         CallerError: An argument is out of range, or ranks passed different arguments.
@@ -152,13 +153,13 @@ class Buffer(Joined):
             topk_weights: Floating-point [T, K], optional: only checked here. A dispatch with the handle sends weights
                 only if they are given to it.
             routing_map: bool or uint8 [T, E], non-zero where the token chose the expert.
-            probs: Floating-point [T, E], optional, with `routing_map`: only checked here, as `topk_weights`.
+            probs: Floating-point [T, E], optional, with `routing_map`: only checked here, like `topk_weights`.
             pad_multiple: None for the plain mode (one row per token and rank). A number selects the permuted mode (rows
                 grouped by expert): the rows of each expert are padded to a multiple of it.
-            capacity: The rows R of each dispatch output; rows beyond it are dropped. None: exactly the rows that
-                arrive, for which a call on a GPU waits.
-            max_experts_per_token: GPU and `routing_map` only: an upper bound of the experts of a token. The memory of
-                the handle grows with T times this number. Default: E. A row with more experts is an error.
+            capacity: The number of rows R of each dispatch output; rows beyond it are dropped. None: exactly the rows
+                that arrive, for which a call on a GPU waits.
+            max_experts_per_token: GPU and `routing_map` only: an upper bound on the number of experts of a token. The
+                memory of the handle grows with T times this number. Default: E. A row with more experts is an error.
             async_op: As for `dispatch`. Operators of this buffer may take the handle before `wait`.
             after: As for `dispatch`.
 
@@ -168,7 +169,7 @@ class Buffer(Joined):
         Raises:
             CallerError: The routing or the capacity is invalid. On a GPU the kernel checks indices and weights; with a
                 capacity, a later call raises the error.
-            PeerError: Another rank died, left, failed, stalled or came late.
+            PeerError: Another rank died, left, failed, stalled or was late.
         """
         given = Given(topk_idx, topk_weights, routing_map, probs)
         arguments = (self._end, given, pad_multiple, capacity, max_experts_per_token)
@@ -253,7 +254,7 @@ class Buffer(Joined):
                 a capacity or handle the host still waits for the row counts. On the CPU the operator is complete when
                 the call returns. The backward pass runs in the stream that is current at this call.
             after: With `async_op` only: an event that has been recorded, or the work of another operator. The operator
-                waits for it instead of the current stream. On the CPU the host waits. The operator waits for the
+                waits for `after` instead of the current stream. On the CPU the host waits. The operator waits for the
                 current stream, too, under one of these conditions:
 
                 - An argument must be converted to float32 or to `[T, E]`.
@@ -268,7 +269,7 @@ class Buffer(Joined):
         Raises:
             CallerError: The arguments do not fit. If the error is found before the rank sends anything, the buffer
                 stays usable.
-            PeerError: Another rank died, left, failed, stalled or came late.
+            PeerError: Another rank died, left, failed, stalled or was late.
         """
         given = Given(topk_idx, topk_weights, routing_map, probs)
         arguments = (self._end, tokens, given, handle, scales, fp8, capacity)
@@ -418,7 +419,7 @@ class Buffer(Joined):
 
         Raises:
             CallerError: The arguments do not fit, or the handle was not used in a dispatch.
-            PeerError: Another rank died, left, failed, stalled or came late.
+            PeerError: Another rank died, left, failed, stalled or was late.
         """
         arguments = (self._end, tokens, handle, probs, wire, False)
         if async_op or after is not None:
@@ -497,11 +498,11 @@ class Buffer(Joined):
             A contiguous tensor on the buffer's device.
 
         Raises:
-            CallerError: A size is no integer from 0 on, `dtype` is no type, or the buffer is closed.
+            CallerError: A size is not an integer of at least 0, `dtype` is not a type, or the buffer is closed.
             SetupError: There is too little memory.
         """
         if not all(hasattr(size, "__index__") and size >= 0 for size in shape):
-            text = f"shape: expected integers from 0 on, each an argument of its own, found {list(shape)}"
+            text = f"shape: expected integers of at least 0, each as a separate argument, found {list(shape)}"
             raise CallerError(text)
         if not isinstance(dtype, torch.dtype):
             raise CallerError(f"dtype: expected a torch.dtype, found {dtype!r}")

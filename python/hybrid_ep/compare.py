@@ -1,4 +1,4 @@
-"""`python -m hybrid_ep bench --compare`: this package beside other implementations, with one routing, in one run.
+"""`python -m hybrid_ep bench --compare`: compares this package with others, with one routing, in one run.
 
 - this package: `Buffer` and `TokenDispatcher`;
 - `all_to_all_single` of torch.distributed (gloo on the CPU, NCCL on GPUs) with index permutations: `AllToAll`;
@@ -38,7 +38,7 @@ NVLINK_BYTES_PER_SECOND = 340e9
 PROGRAM = "python -m hybrid_ep bench --compare"
 PLAIN_LAYER = "layer, plain weights"
 OPERATORS = ("preprocess", "dispatch", "preprocess + dispatch", "combine", "layer", PLAIN_LAYER)
-# The least seconds between two lines of progress.
+# Minimum number of seconds between two lines of progress.
 PROGRESS_SECONDS = 2.0
 WARM_UP = 3
 # GPU cycles, about 0.1 ms: a delay before the timed work, so that the host runs ahead with launches as in training.

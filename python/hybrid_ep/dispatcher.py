@@ -28,10 +28,11 @@ class TokenDispatcher:
     Args:
         buffer: The communicator.
         pad_multiple: The rows of each expert are padded to a multiple of this number.
-        capacity: The rows of each dispatch output. With a capacity, shapes are static and the host does not wait for
-            the GPU; `overflow` of the result tells whether rows were dropped. None: exactly the rows that arrive.
-        dtype: The type of rows in transit, bfloat16 or float32. Default: that of the tokens, or float32 if they have
-            another type.
+        capacity: The number of rows of each dispatch output. With a capacity, shapes are static and the host does not
+            wait for the GPU; `overflow` of the result says whether rows were dropped. None: exactly the rows that
+            arrive.
+        dtype: The type of rows in transit, bfloat16 or float32. Default: that of the tokens, or float32 if they have a
+            different type.
 
     Example:
         >>> received = dispatcher.dispatch(tokens, topk_idx, topk_weights)
@@ -60,7 +61,7 @@ class TokenDispatcher:
 
         Raises:
             CallerError: The arguments do not fit.
-            PeerError: Another rank died, left, failed, stalled or came late.
+            PeerError: Another rank died, left, failed, stalled or was late.
         """
         return self.buffer.dispatch_with_permute(
             tokens.to(self.dtype or _in_transit(tokens.dtype)),
@@ -83,7 +84,7 @@ class TokenDispatcher:
 
         Raises:
             CallerError: The arguments do not fit.
-            PeerError: Another rank died, left, failed, stalled or came late.
+            PeerError: Another rank died, left, failed, stalled or was late.
         """
         if not torch.compiler.is_compiling():
             _check(outputs, received)

@@ -31,14 +31,14 @@ class SetupError(HybridEPError, OSError):
 
 
 class PeerError(HybridEPError, ConnectionError):
-    """Another rank died, left, failed, stalled, came late, is unreachable or never joined. Every later call of the
+    """Another rank died, left, failed, stalled, was late, is unreachable or never joined. Every later call of the
     buffer or migration raises the error again.
 
     Attributes:
         peer (int): The rank at fault.
         rank (int): The rank that reports the error.
         operator (str): The operator that did not complete: "join", "preprocess", "dispatch" or "combine"; "reduce" is
-            `reduce_gradients` or `clip_gradients`; "publish" and "gather" are of an `ExpertMigration`.
+            `reduce_gradients` or `clip_gradients`; "publish" and "gather" belong to an `ExpertMigration`.
         fault (str): What happened to the peer, for example "died", "left", "failed", "stalled", "is late" or
             "never joined".
         step (int): The number of the operator call on this buffer, or of the migration's step. An operator has the same

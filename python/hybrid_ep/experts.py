@@ -6,7 +6,7 @@ The experts of all ranks have the same parameter names and shapes, so the parame
   `torch.distributed.checkpoint` then saves the experts of all ranks, with their optimizer states, and loads those of a
   rank on any number of ranks.
 - Otherwise parameters are plain tensors of this rank's experts.
-- A state dict has `expert_ids` beside the parameters. Loading refuses a state dict that lacks this rank's experts.
+- A state dict has `expert_ids` besides the parameters. Loading refuses a state dict that lacks this rank's experts.
 """
 
 # mypy: disable-error-code="no-untyped-call, no-any-return"
@@ -34,19 +34,20 @@ __all__ = ["GroupedExperts", "LocalExperts", "expert_parameters", "local_part", 
 
 
 def _has_grouped_mm(device: torch.device) -> bool:
-    """Whether `torch._grouped_mm` works there: it needs Hopper or later, and PyTorch 2.8 or later."""
+    """Whether `torch._grouped_mm` works on the device: it needs Hopper or later, and PyTorch 2.8 or later."""
     return (
         device.type == "cuda" and hasattr(torch, "_grouped_mm") and torch.cuda.get_device_capability(device) >= (9, 0)
     )
 
 
 class LocalExperts(nn.Module):
-    """Base class of this rank's experts: its parameters know which experts they hold.
+    """Base class of this rank's experts, whose parameters record which experts they hold.
 
     Every parameter that is set as an attribute has this rank's experts along its first dimension: [local experts, ...].
     If the buffer has a process group of several ranks, the attribute is a new parameter, a `DTensor` [experts of all
     ranks, ...]; compute with `local_part(parameter)`. Checkpoints then hold the experts of all ranks.
-    `reduce_gradients` and `clip_gradients` know that gradients of the parameters count the tokens of all ranks.
+    `reduce_gradients` and `clip_gradients` handle the parameters as those of experts, whose gradients already count the
+    tokens of all ranks.
 
     Args:
         buffer: The communicator, which says which experts this rank has.
@@ -72,7 +73,7 @@ class LocalExperts(nn.Module):
         super().__init__()
         has_groups = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         if has_groups and buffer.num_local_experts < buffer.num_experts and buffer.mesh is None:
-            # A checkpoint would hold the experts of one rank, and nothing would say so.
+            # A checkpoint would hold the experts of one rank only, without a warning.
             raise CallerError(
                 "the buffer has several ranks and no process group, because it was made before init_process_group: "
                 "call init_process_group before the buffer is made"
@@ -89,8 +90,8 @@ class LocalExperts(nn.Module):
         """Makes a parameter for this rank's experts, to be set as an attribute.
 
         An expert's values follow from the seed of PyTorch's global generator and the expert's index. So ranks with
-        equal seeds hold the same model for any number of ranks, and no two experts are equal. Call it on all ranks, in
-        the same order.
+        equal seeds hold the same model for any number of ranks, and no two experts are equal. Call this method on all
+        ranks, in the same order.
 
         Args:
             shape: The shape of one expert's part.
@@ -319,8 +320,9 @@ def parameter_groups(module: nn.Module) -> list[dict[str, Any]]:
     """Splits the parameters of a model for an optimizer: those of experts, and the dense ones.
 
     PyTorch's optimizers update all parameters of a group at once if these are on a GPU, or if `foreach` or `fused` is
-    set. Parameters of experts are `DTensor`s, and PyTorch refuses such a call for `DTensor`s beside plain tensors, or
-    beside those that FSDP shards. Numbers of groups, and their order, are the same for any number of ranks.
+    set. Parameters of experts are `DTensor`s, and PyTorch refuses such a call for `DTensor`s together with plain
+    tensors, or together with those that FSDP shards. Numbers of groups, and their order, are the same for any number of
+    ranks.
 
     Args:
         module: The model.

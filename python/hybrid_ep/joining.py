@@ -245,8 +245,8 @@ class Joined(Shared):
     def close(self) -> None:
         """Leaves the communicator. Peers that still wait for this rank get a `PeerError` with the fault "left".
 
-        Tensors and handles that the buffer made may be freed before or after. A second call does nothing. A call of the
-        buffer that runs in another thread is waited for, up to the bounds of that call.
+        Tensors and handles that the buffer made may be freed before or after. A second call does nothing. If a call of
+        the buffer runs in another thread, `close` waits for it, up to the bounds of that call.
 
         On a GPU the rank leaves when its operators are over, replays of CUDA graphs included, and its memory is freed
         when the GPU has finished the work that was queued by then. `close` waits for at most 2 seconds, and a

@@ -181,8 +181,9 @@ class MoELayer(nn.Module):
         capacity_factor: Bounds what one rank sends to one expert, in even shares of the rank's choices; see `Router`.
         balance_coef: The factor of the load-balancing loss; see `Router`.
         balance_group: The group whose tokens the load-balancing loss counts; see `Router`.
-        capacity: The rows that a rank receives at most; more are dropped, and `overflow` tells. It makes shapes static,
-            and the host does not wait for the GPU. None: exactly the rows that arrive.
+        capacity: The maximum number of rows that a rank receives; further rows are dropped, and `overflow` says so.
+            With a capacity, shapes are static and the host does not wait for the GPU. None: exactly the rows that
+            arrive.
         comm_dtype: The type of rows in transit, bfloat16 or float32. Default: that of the tokens, or float32.
         pad_multiple: The rows of each expert are padded to a multiple of this number.
         dtype: The type of the experts' parameters.
@@ -254,7 +255,7 @@ class MoELayer(nn.Module):
 
         Raises:
             CallerError: The shape, type or device of `x` does not fit.
-            PeerError: Another rank died, left, failed, stalled or came late.
+            PeerError: Another rank died, left, failed, stalled or was late.
         """
         hidden = self.router.weight.shape[1]
         if x.shape[-1:] != (hidden,):
@@ -265,7 +266,7 @@ class MoELayer(nn.Module):
             )
         tokens = x.reshape(-1, hidden)
         if self.training and x.requires_grad and not torch.is_grad_enabled() and self.router.balance_coef:
-            # As inside `torch.utils.checkpoint`, whose reentrant form runs the forward pass without gradients.
+            # This is so inside `torch.utils.checkpoint`, whose reentrant form runs the forward pass without gradients.
             warnings.warn(
                 "balance_loss has no gradient: the layer trains, and gradients are off. With activation checkpoints "
                 "pass use_reentrant=False",

@@ -101,7 +101,7 @@ _Result = TypeVar("_Result")
 def _in_call_order(
     operator: Callable[Concatenate[End, _Arguments], _Result],
 ) -> Callable[Concatenate[End, _Arguments], _Result]:
-    """Makes a collective operator, if it runs on a GPU, follow the buffer's asynchronous operators, or be one."""
+    """Runs a collective operator on a GPU after the buffer's asynchronous operators, or as one of them."""
 
     @functools.wraps(operator)
     def ordered(end: End, /, *args: _Arguments.args, **named: _Arguments.kwargs) -> _Result:
@@ -273,7 +273,7 @@ def combine(
 ) -> tuple[Tensor, Tensor | None]:
     """Sums the rows of each token, and gathers probabilities to `[T, E]`. Collective; see `Buffer.combine`.
 
-    With `first_column`, the local experts have the columns of `probs` from that one on.
+    `first_column` is the first of the columns of `probs` that belong to the local experts.
     """
     rows = _checked(end, "tokens", rows, (torch.bfloat16, torch.float32))
     count, hidden = rows.shape
@@ -349,10 +349,10 @@ def chosen(dense: Tensor, topk_idx: Tensor) -> Tensor:
 def empty(end: End, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Makes an uninitialized tensor in registered memory."""
     if end.communication is not None:
-        # The memory may be that of a tensor which such an operator still reads or writes.
+        # The memory may be that of a freed tensor that an asynchronous operator still reads or writes.
         end.communication.join(operates=False)
     size = math.prod(shape) * dtype.itemsize
-    # Detached, since autograd refuses changes in place of a view that it did not make.
+    # Detached, because autograd may refuse to change such a view in place.
     return _registered(end, end.native.empty(end.stream(), size)).view(dtype).view(shape).detach()
 
 
@@ -372,12 +372,12 @@ def _output(end: End, like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) 
     """
     if end.device.type == "cpu":
         return empty(end, shape, dtype)
-    # Half of the host time of `torch.empty`.
+    # `new_empty` takes half the host time of `torch.empty`.
     return like.new_empty(shape, dtype=dtype)
 
 
 def is_plain(value: object) -> TypeGuard[Tensor]:
-    """Whether this is a plain tensor with memory, not one of a subclass of a compiler, a tracer or another library."""
+    """Whether the value is a plain tensor with memory, not of a subclass made by a compiler, tracer or library."""
     return type(value) in _PLAIN
 
 
@@ -385,20 +385,20 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def check_count(name: str, value: int, least: int = 0) -> None:
-    """Checks that `value` is an integer from `least` on.
+    """Checks that `value` is an integer of at least `least`.
 
     Raises:
-        CallerError: It is not.
+        CallerError: `value` is not such an integer.
     """
     if not hasattr(value, "__index__") or not least <= value < 1 << 63:
-        raise CallerError(f"{name}: expected an integer from {least} on, found {value!r}")
+        raise CallerError(f"{name}: expected an integer of at least {least}, found {value!r}")
 
 
 def check_device(end: End, name: str, tensor: Tensor) -> None:
     """Checks that the tensor is on the buffer's device.
 
     Raises:
-        CallerError: It is not.
+        CallerError: The tensor is on a different device.
     """
     if tensor.device != end.device:
         raise CallerError(f"{name}: expected a tensor on {end.device}, where the buffer is, found {tensor.device}")

@@ -80,7 +80,7 @@ class Meeting:
         self.rank, self.ranks = rank, ranks
         self.store, self.timeout, self.making = store, timeout, making
         self.host = _host(store)
-        # Called while this rank waits. It raises an error if it knows a reason not to.
+        # Called while this rank waits. It raises an error if there is a reason to stop waiting.
         self.check: Callable[[], None] = lambda: None
         self._rounds = 0
 
@@ -101,7 +101,7 @@ class Meeting:
         """
         if not isinstance(group, dist.ProcessGroup):
             hint = "; the number of experts is num_experts=" if isinstance(group, int) else ""
-            raise CallerError(f"group: expected a process group that this process is of, found {group!r}{hint}")
+            raise CallerError(f"group: expected a process group that contains this process, found {group!r}{hint}")
         # Each group has its own prefix in the store, but older versions of PyTorch give one prefix to all groups of a
         # `split_group`. These have no rank in common.
         store = distributed_c10d._get_process_group_store(group)

@@ -39,7 +39,7 @@ class Handle(NamedTuple):
     """int64 [local experts]: rows of each local expert, padding included; empty in plain mode. On the buffer's device
     with a capacity, else on the CPU."""
     kept_per_expert: Tensor
-    """As `tokens_per_expert`, without padding."""
+    """Like `tokens_per_expert`, but without padding."""
     overflow: Tensor
     """int32 [1] on the buffer's device: 1 if the capacity dropped rows, else 0."""
     topk_version: int | None = None
@@ -50,7 +50,7 @@ class Dispatched(NamedTuple):
     """The result of a dispatch: the R rows that this rank received.
 
     `tokens`, `probs`, `scales` and `local_experts` lie in the buffer's registered memory, not in memory of PyTorch's
-    allocator. The last tensor or view of that memory gives it back, and the buffer's next operator may reuse it.
+    allocator. The memory is returned when its last tensor or view is freed; the buffer's next operator may reuse it.
     `torch.Tensor.record_stream` has no effect on them: see `Buffer`.
     """
 

@@ -78,7 +78,8 @@ def _tell_children() -> None:
 def _run_path(program: str) -> None:
     """Runs a file, a directory or an archive, with the module path that `python PROGRAM` has.
 
-    There the program's directory comes first; with `-m`, as this module was started, the working directory does.
+    With `python PROGRAM`, the program's directory comes first; with `-m`, which started this module, the working
+    directory does.
     """
     if not _safe_path():
         del sys.path[0]

@@ -44,7 +44,7 @@ class Work:
     at any time. The memory of the results is freed after the first `wait`. If the work is dropped without one, it is
     freed after the buffer's next operator that waits for the work or finds it complete.
 
-    As a context manager, `wait` is called at the end of the `with` block, also if the block raises:
+    As a context manager, `wait` is called at the end of the `with` block, even if the block raises:
 
         received, work = buffer.dispatch(tokens, topk_idx, capacity=4096, async_op=True)
         with work:
@@ -76,8 +76,9 @@ class Work:
     def wait(self) -> None:
         """Makes the current stream wait for the operator. On a GPU the host does not wait.
 
-        The results may then be used in this stream, and the inputs overwritten. May be called again, also for another
-        stream, which must then follow the rules of PyTorch and of `Buffer` for tensors in several streams.
+        The results may then be used in this stream, and the inputs overwritten. `wait` may be called again, also in
+        another stream; that stream must then follow the rules of PyTorch and of `Buffer` for tensors in several
+        streams.
 
         Raises:
             CallerError: The operator was called in a CUDA graph's capture and this call is not in the capture, or the
@@ -108,11 +109,11 @@ class Work:
     def synchronize(self) -> None:
         """Makes the host wait until all operators that were called on this buffer so far are complete.
 
-        Ctrl-C ends the wait. On the CPU there is nothing to wait for: the call of the operator raised its error.
+        Ctrl-C ends the wait. On the CPU there is nothing to wait for: the call of the operator has raised any error.
 
         Raises:
             CallerError: The routing was invalid; or the buffer is closed; or as for `is_completed`.
-            PeerError: Another rank died, left, failed, stalled or came late in any of these operators.
+            PeerError: Another rank died, left, failed, stalled or was late in any of these operators.
         """
         self._check_capture(False)
         if self._event is None:
@@ -157,8 +158,8 @@ class Communication:
     Memory of PyTorch's allocator is protected by `record_stream`. The allocator does not own registered memory, so for
     that memory two rules hold. A `Work` keeps the operator's inputs, which may be registered memory of another buffer,
     until a stream waits for it. And an operator whose caller gave `after` waits for the current stream, too, if
-    delivered memory has been freed since the last operator that did: the operator may reuse the memory, which kernels
-    in the current stream may still read.
+    delivered memory has been freed since the last operator that did so: the operator may reuse the memory, which
+    kernels in the current stream may still read.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -36,7 +36,7 @@ pub(crate) struct Buffer {
     signals: Signals,
 }
 
-/// Pause between two looks at whether a call in another thread has ended.
+/// Pause between two checks whether a call in another thread has ended.
 const WAIT_FOR_A_CALL: Duration = Duration::from_micros(200);
 
 /// The constant properties of a buffer.
@@ -399,8 +399,9 @@ impl Buffer {
         .map_err(Failure::Raised)
     }
 
-    /// Combines rows into `out`, and probabilities into `out_probs`. `size`: rows, tokens, and the length of a row. `probs`:
-    /// the probabilities, and the elements from one of their rows to the next. `wide`: whether rows, and sums between ranks, are f32 instead of bf16.
+    /// Combines rows into `out`, and probabilities into `out_probs`. `size`: rows, tokens, and the length of a row.
+    /// `probs`: the probabilities, and the number of elements from the start of one of their rows to the next. `wide`:
+    /// whether rows, and sums between ranks, are f32 instead of bf16.
     #[expect(
         clippy::too_many_arguments,
         reason = "numbers that Python passes by position: no call is cheaper"
@@ -471,7 +472,7 @@ impl Buffer {
     }
 
     /// Checks the other ranks during a wait outside of the operators; see `ep_host::HostBuffer::check_peers`, and
-    /// `fail_wait` if the wait `has_failed`. With ranks on GPUs it checks nothing: they are watched by kernels.
+    /// `fail_wait` if the wait `has_failed`. With ranks on GPUs it checks nothing: kernels watch these ranks.
     fn check_peers(
         &self,
         py: Python<'_>,
@@ -488,7 +489,7 @@ impl Buffer {
     }
 
     /// Counters since the buffer was made: domain bytes, transport bytes, transport messages, preprocess bytes, and
-    /// seconds in which no worker could make progress.
+    /// seconds waited inside operators (mean over the workers).
     fn traffic(&self, py: Python<'_>) -> Result<(u64, u64, u64, u64, f64), Failure> {
         let traffic = self.run(py, |end| Ok(with_end!(end, end => end.traffic())))?;
         Ok((

@@ -36,7 +36,8 @@ impl Span {
     /// The elements, mutable.
     ///
     /// # Safety
-    /// As [`elements`](Self::elements), and nothing else reads or writes the tensor during the lifetime of the result.
+    /// As for [`elements`](Self::elements), and nothing else reads or writes the tensor during the lifetime of the
+    /// result.
     pub(crate) unsafe fn elements_mut<'a, T>(self) -> &'a mut [T] {
         if self.1 == 0 {
             return &mut [];
@@ -81,7 +82,7 @@ pub(crate) struct Report {
     /// i64 `[local experts]`, with padding.
     #[pyo3(item(0))]
     pub(crate) tokens_per_expert: usize,
-    /// i64 `[local experts]`, without.
+    /// i64 `[local experts]`, without padding.
     #[pyo3(item(1))]
     pub(crate) kept_per_expert: usize,
     /// i32 `[1]`.
@@ -376,7 +377,7 @@ fn clear_rest<B: Tensors>(
     let all = [Some(tokens).filter(|_| tokens_too), scales.as_mut(), probs.as_mut(), local_experts.as_mut()];
     let shape = backend.handle_shape(handle);
     for output in all.into_iter().flatten() {
-        // All rows while only the GPU has the number of rows that dispatch writes.
+        // Clears all rows if only the GPU has the number of rows that dispatch writes.
         let written = shape.received_rows.unwrap_or(0) * output.row_bytes;
         backend.clear(&mut output.memory, written..shape.rows * output.row_bytes)?;
     }
@@ -393,7 +394,7 @@ pub(crate) struct CombineCall {
     pub(crate) element: Element,
     pub(crate) wire: Element,
     pub(crate) data: Span,
-    /// The probabilities, and the elements from one of their rows to the next.
+    /// The probabilities, and the number of elements from the start of one of their rows to the next.
     pub(crate) probs: Option<(Span, usize)>,
     pub(crate) out: Span,
     pub(crate) out_probs: Option<Span>,

@@ -19,7 +19,7 @@ struct Outputs {
 
 /// Writes `map` and `probs`, `[tokens, experts]`, for `indices`, `[tokens, k]` i64 (`wide`) or i32. `size` is (tokens,
 /// k, experts). `gpu` is the GPU of the tensors, `None` the CPU. An index below 0 names no expert. An index past the
-/// last expert names none on a GPU, and is the caller's error on the CPU, as is a tensor of another length.
+/// last expert names none on a GPU, and is the caller's error on the CPU, as is a tensor of a different length.
 #[pyfunction]
 #[expect(clippy::too_many_arguments, reason = "numbers that Python passes by position: no call is cheaper")]
 pub(crate) fn dense_routing(
@@ -52,7 +52,7 @@ fn on_gpu(
     weights: Option<Span>,
     outputs: &Outputs,
 ) -> Result<(), Failure> {
-    // SAFETY: Python has checked the tensors. PyTorch's allocator reuses their memory only behind this launch in the
+    // SAFETY: Python has checked the tensors. PyTorch's allocator reuses their memory only after this launch in the
     // stream.
     let borrow = |span: Span| unsafe { CudaMemory::borrowed(span.0 as u64, span.1) };
     let (indices, weights) = (borrow(indices), weights.map(borrow));

@@ -112,7 +112,7 @@ impl Rendezvous for Callback {
         });
         let problem = match gathered {
             Ok(blobs) if blobs.len() == self.ranks => return Ok(blobs),
-            Ok(blobs) => format!("{} ranks answered, there are {}", blobs.len(), self.ranks),
+            Ok(blobs) => format!("{} ranks answered, expected {}", blobs.len(), self.ranks),
             Err(error) => {
                 let text = error.to_string();
                 self.raised = Some(error);
@@ -132,7 +132,7 @@ impl Rendezvous for Callback {
             let told = Python::attach(|py| {
                 self.meeting.call_method1(py, "abandon", (peer, fault, error.to_string())).map(|_| ())
             });
-            // It raises an error that names an earlier lost rank, if there is one.
+            // `abandon` raises an error that names an earlier lost rank, if there is one.
             self.raised = told.err();
         }
         error

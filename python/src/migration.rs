@@ -21,9 +21,9 @@ pub(crate) struct MigrationSettings {
     /// The ranks of the expert domain, ascending.
     domain: Vec<u32>,
     experts_per_rank: usize,
-    /// By layer: weights of an expert.
+    /// Number of weights of an expert in each layer.
     expert_elements: Vec<usize>,
-    /// Whether weights are f32, else bf16.
+    /// Whether weights are f32 instead of bf16.
     wide: bool,
     weights: String,
     gradients: String,
@@ -173,7 +173,7 @@ impl Migration {
         Ok(dict)
     }
 
-    /// `at_once`: waits for the peers a second at most.
+    /// With `at_once`, waits at most a second for the peers.
     fn close(&self, py: Python<'_>, at_once: bool) {
         py.detach(|| self.of.close(at_once));
     }
@@ -191,7 +191,7 @@ impl Typed {
 }
 
 impl Drop for Migration {
-    /// Python drops objects with its lock held, which the threads that this waits for need.
+    /// Releases Python's lock, which is held while Python drops an object: the threads that `close` waits for need it.
     fn drop(&mut self) {
         Python::try_attach(|py| py.detach(|| self.of.close(true)));
     }
@@ -248,7 +248,7 @@ struct PythonTransfer {
     signals: Signals,
 }
 
-/// Runs Python code. At the end of the process there may be no interpreter: its connections are closed then.
+/// Runs Python code. At the end of the process there may be no interpreter: the connections then count as closed.
 fn attached<R>(signals: &Signals, work: impl FnOnce(Python<'_>) -> PyResult<R>) -> Result<R, CarrierError> {
     let attached = Python::try_attach(|py| work(py).map_err(|error| failed(py, signals, error)));
     attached.unwrap_or(Err(CarrierError::Closed))
@@ -285,7 +285,7 @@ impl Carrier for PythonCarrier {
     }
 
     fn abort(&self) {
-        // A carrier that cannot close has closed before, or the process ends.
+        // If this fails, the carrier has already closed, or the process is ending.
         let _ = attached(&self.signals, |py| self.object.call_method0(py, "abort").map(drop));
     }
 }

@@ -61,7 +61,7 @@ impl DenseReduction {
         Ok(Self { of: ep_migrate::DenseReduction::new(datacenters, parsed, carrier)?, signals })
     }
 
-    /// `buckets` are (elements, whether f32, else bf16).
+    /// Each of `buckets` is its number of elements, and whether they are f32 instead of bf16.
     fn add_plan(
         &self,
         py: Python<'_>,
@@ -124,14 +124,15 @@ impl DenseReduction {
         Ok(dict)
     }
 
-    /// `at_once`: waits for the peers a second at most.
+    /// With `at_once`, waits at most a second for the peers.
     fn close(&self, py: Python<'_>, at_once: bool) {
         py.detach(|| if at_once { self.of.close_at_once() } else { self.of.close() });
     }
 }
 
 impl Drop for DenseReduction {
-    /// Python drops objects with its lock held, which the threads that this waits for need.
+    /// Releases Python's lock, which is held while Python drops an object: the threads that the close waits for need
+    /// it.
     fn drop(&mut self) {
         Python::try_attach(|py| py.detach(|| self.of.close_at_once()));
     }

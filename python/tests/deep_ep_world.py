@@ -19,7 +19,7 @@ from process_worlds import Rank, World, world_of_processes
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """The routing and tokens of all ranks; every rank computes the same.
+    """The routing and tokens of all ranks; every rank computes the same values.
 
     All values are small integers or eighths, so sums are exact in bf16 and tests can require equality.
     """

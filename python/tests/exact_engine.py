@@ -39,7 +39,7 @@ class ExactEngine:
         self.sent_bytes = [0, 0]
 
     def start_over(self) -> None:
-        """All messages are complete."""
+        """Does nothing: all messages are complete."""
 
     def publish(self, layer: int, span: tuple[int, int]) -> None:
         address, nbytes = span

@@ -121,7 +121,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     monkeypatch.setattr(
         Tensor, "record_stream", lambda tensor, stream: fake.recorded.append((tensor.data_ptr(), stream))
     )
-    # As on a GPU. On the CPU outputs are in registered memory.
+    # Allocates outputs as on a GPU. On the CPU, outputs are in registered memory.
     monkeypatch.setattr(ops, "_output", lambda end, like, shape, dtype: like.new_empty(shape, dtype=dtype))
     return fake
 

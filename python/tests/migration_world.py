@@ -95,7 +95,8 @@ def train_hybrid(migration: ExpertMigration, model: nn.Module, steps: range, opt
 
 
 def train_plain(here: Rank, steps: range, plan: ExpertDomains | None = None) -> list[float]:
-    """Expert parallelism over all ranks. With a plan, dense gradients are summed in the order of the runtime."""
+    """Trains with expert parallelism over all ranks. With a plan, dense gradients are summed in the order of the
+    runtime."""
     losses = Losses()
     with Buffer(here.group, num_experts=EXPERTS, device=here.device, workers=1) as buffer:
         model = network(lambda: MoELayer(buffer, HIDDEN, INTERMEDIATE, topk=TOPK)).to(here.device)
@@ -117,7 +118,7 @@ def train_plain(here: Rank, steps: range, plan: ExpertDomains | None = None) -> 
 
 
 def sum_by_datacenter(gradient: Tensor, plan: ExpertDomains, group: dist.ProcessGroup) -> None:
-    """The order in which the runtime sums dense gradients: ranks in a datacenter, then datacenters."""
+    """Sums a dense gradient in the order of the runtime: ranks in a datacenter, then datacenters."""
     parts = [torch.empty_like(gradient) for _ in range(group.size())]
     dist.all_gather(parts, gradient.contiguous(), group=group)
     zero = torch.zeros_like(gradient)

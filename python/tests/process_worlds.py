@@ -96,8 +96,8 @@ class World:
 def new_processes() -> Any:
     """Returns the context of `multiprocessing` that makes the processes of tests.
 
-    They are new, and have the environment variables of the first call. A server imports once for all of them, since an
-    import of PyTorch takes seconds.
+    The processes are new, and have the environment variables of the first call. A server imports once for all of them,
+    since an import of PyTorch takes seconds.
     """
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["process_worlds", "hybrid_ep.migration", "hybrid_ep.moe"])
@@ -112,7 +112,7 @@ def world_of_processes(size: int, device: str) -> World:
 
 def has_libfabric() -> bool:
     """Whether the engine between machines can run."""
-    # Not by loading the library, which may then handle signals of this process.
+    # Does not load the library, which may then handle signals of this process.
     if ctypes.util.find_library("fabric") is not None:
         return True
     assert os.environ.get("HYBRID_EP_REQUIRE_LIBFABRIC") != "1", "libfabric.so.1 is not installed"
@@ -122,7 +122,7 @@ def has_libfabric() -> bool:
 def skip_where_gpus_are_shared(device: str, ranks: int) -> None:
     """Skips a test that gathers `DTensor`s of ranks that share a GPU."""
     if device == "cuda" and ranks > torch.cuda.device_count():
-        # Seen with 2.11: `DTensor.full_tensor` in `wait_tensor`.
+        # Seen with PyTorch 2.11: `DTensor.full_tensor` in `wait_tensor`.
         pytest.skip("NCCL refuses ranks that share a GPU, and PyTorch crashes when it gathers DTensors over gloo")
 
 

@@ -214,7 +214,7 @@ def test_every_input_and_output_is_recorded_in_both_streams_unless_it_was_delive
         sent.wait()
         returned.wait()
     assert {t.data_ptr() for t in made} <= cuda.recorded_in(other)
-    # Also if another buffer takes it.
+    # Delivered memory is not recorded even if another buffer takes it.
     rows = buffer.empty(5, 8, dtype=torch.float32)
     on_streams(cuda).dispatch(rows[1:], idx[1:], capacity=CAPACITY, async_op=True)
     delivered = {t.data_ptr() for t in (got.tokens, got.probs, rows[1:])}
@@ -258,7 +258,7 @@ def test_the_first_stream_that_waits_is_recorded_also_after_later_calls(cuda: Cu
     with cuda.stream(first):
         sent.wait()
     assert made <= cuda.recorded_in(first)
-    # Then the work keeps the results no longer.
+    # After that, the work no longer keeps the results.
     with cuda.stream(second):
         sent.wait()
     assert not cuda.recorded_in(second)
@@ -294,13 +294,13 @@ def test_copies_that_the_operator_makes_are_made_in_its_stream(cuda: Cuda, monke
 
 @pytest.mark.parametrize("capturing", [False, True])
 def test_operators_run_in_call_order(cuda: Cuda, capturing: bool) -> None:
-    """Also without a `wait`, and with `after` in place of the current stream."""
+    """Even without a `wait`, and with `after` in place of the current stream."""
     buffer = on_streams(cuda)
     x, idx, _ = sample()
     handle = buffer.preprocess(idx, pad_multiple=1, capacity=CAPACITY)
     early = cuda.default.record_event()
     cuda.capturing = capturing
-    # Kept, so that no memory is freed, for which an operator with `after` would wait.
+    # Keeps the results: if memory were freed, an operator with `after` would wait for the current stream.
     kept: list[Any] = []
     for pattern in (0b0110, 0b1001, 0b0101, 0b1011):
         for bit in range(4):
@@ -413,7 +413,7 @@ def test_after_does_not_reuse_delivered_memory_that_the_current_stream_may_read(
 
 
 def test_inputs_are_kept_until_a_stream_waits(cuda: Cuda) -> None:
-    """They may be registered memory of another buffer, for which `record_stream` does nothing."""
+    """Inputs may be registered memory of another buffer, for which `record_stream` does nothing."""
     one, other = on_streams(cuda), on_streams(cuda)
     x, idx, _ = sample()
     for wait in ("itself", "a later one", "a synchronous operator", "the GPU is done"):
@@ -469,7 +469,7 @@ def test_an_operator_that_fails_leaves_the_streams_as_they_were(cuda: Cuda) -> N
         with pytest.raises(CallerError, match="expected 2 dimensions"):
             buffer.dispatch(x[0], handle=handle, async_op=True)
         assert cuda.current is cuda.default
-        # A capture must end with all streams joined; what was launched before the error is waited for.
+        # A capture must end with all streams joined, so the stream waits for what was launched before the error.
         if cuda.capturing:
             assert cuda.streams[0].done <= cuda.default.done
         buffer.dispatch(x, idx, capacity=CAPACITY)
@@ -566,7 +566,8 @@ def test_tensors_that_are_dropped_before_the_wait_are_not_reused() -> None:
         expected = buffer.dispatch_with_permute(x, idx, weights, capacity=CAPACITY).tokens.clone()
         used = int((idx >= 0).sum())
         for _ in range(20):
-            # The communication stream starts late, so the inputs are dropped, and their memory asked for, before.
+            # The communication stream starts late, so the inputs are dropped, and their memory is requested, before
+            # that.
             torch.cuda._sleep(5_000_000)
             given = [t.clone() for t in (x, idx, weights)]
             ready = torch.cuda.current_stream().record_event()

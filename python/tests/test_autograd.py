@@ -28,9 +28,9 @@ def expert(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
 
 
 def dense_gradients(case: Case, kept: set[tuple[int, int, int]] | None = None) -> list[tuple[Tensor, ...]]:
-    """Output, and gradients of tokens and weights, of all ranks.
+    """Returns the output, and the gradients of tokens and weights, of all ranks.
 
-    `kept` are the (rank, token, expert) that are not dropped.
+    `kept` has the (rank, token, expert) triples that are not dropped.
     """
     up, down = experts_of(case)
     results = []

@@ -412,7 +412,7 @@ def test_indices_that_changed_after_preprocess_are_refused(device: str) -> None:
 
 
 class Wrapper(Tensor):
-    """A tensor without memory of its own, as DTensor is one."""
+    """A tensor without memory of its own, like DTensor."""
 
     inner: Tensor
 

@@ -1,4 +1,4 @@
-"""`python -m hybrid_ep` and the script `hybrid-ep`: all commands, also without PyTorch."""
+"""`python -m hybrid_ep` and the script `hybrid-ep`: all commands, with and without PyTorch."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def test_without_both_it_breaks_at_the_dispatch_alone(buffer: Buffer) -> None:
     layer = layer_of(buffer)
     x = torch.randn(9, 16, device=buffer.device)
     found = torch._dynamo.explain(layer)(x)
-    # One place. The compiler also ends the graphs of the functions that call it there.
+    # There is one place. The compiler also ends the graphs of the functions that call the operator there.
     assert len({str(reason.user_stack[-1]) for reason in found.break_reasons}) == 1, found.break_reasons
     assert (found.graph_count, found.graph_break_count) == (4, 3)
     assert all("hybrid_ep.dispatch" in str(reason.reason) for reason in found.break_reasons), found.break_reasons
@@ -107,11 +107,11 @@ def test_machine_code_gives_the_same(buffer: Buffer) -> None:
 
 @contextlib.contextmanager
 def without_cached_graphs() -> Iterator[None]:
-    """Traces and lowers anew. PyTorch's cache of graphs on disk does not know how operators are registered.
+    """Traces and lowers again. PyTorch's cache of graphs on disk does not know how operators are registered.
 
-    The caches of machine code stay. `force_disable_caches` would compile the precompiled header, too, in each test.
+    The caches of machine code stay. `force_disable_caches` would also compile the precompiled header in each test.
     """
-    # By name: the settings cannot be sent to the process of a rank.
+    # Imports by name: the settings cannot be sent to the process of a rank.
     lowering, tracing = (importlib.import_module(f"torch.{of}.config") for of in ("_inductor", "_functorch"))
     with lowering.patch(fx_graph_cache=False), tracing.patch(enable_autograd_cache=False):
         yield
@@ -144,7 +144,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.mark.usefixtures("no_cache")
 def test_no_collective_is_dropped_on_a_rank_with_0_tokens(buffer: Buffer, calls: list[str]) -> None:
-    """Its outputs have no elements, so the compiler knows them without a call. Other ranks wait for the call."""
+    """The outputs of that rank have no elements, so the compiler knows them without a call. Other ranks wait for the
+    call."""
     layer = layer_of(buffer, capacity=256)
     compiled = torch.compile(lambda x: layer(x * 2).square().sum(), fullgraph=True, dynamic=True)
     forward, backward = ["preprocess", "dispatch", "combine"], ["dispatch", "combine"]

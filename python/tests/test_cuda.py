@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 CAPACITY = 64
 # Whether PyTorch allocates by `cudaMallocAsync` (PYTORCH_CUDA_ALLOC_CONF=backend:cudaMallocAsync).
 _ASYNC = torch.cuda.is_available() and torch.cuda.get_allocator_backend() == "cudaMallocAsync"
-# What PyTorch then says about memory of a graph that the program drops.
+# What PyTorch says with this allocator about memory of a graph that the program drops.
 _ASYNC_WARNING = "uncaptured free of a captured allocation", "This is technically allowed"
 
 
@@ -165,7 +165,7 @@ def _freed(here: Rank) -> None:
         kept.clear()
         gc.collect()
         deadline = time.monotonic() + 30
-        # At least 32 MiB of each.
+        # Each graph, with its buffer, frees at least 32 MiB.
         while torch.cuda.mem_get_info(here.device)[0] < used + (64 << 20):
             assert time.monotonic() < deadline, "memory of graphs and buffers that are gone is not freed"
             time.sleep(0.01)
@@ -305,7 +305,7 @@ def test_a_bad_routing_is_found_on_the_gpu(capacity: int | None) -> None:
 
 @pytest.mark.parametrize("format", ["f32", "ue8m0", "mxfp8"])
 def test_quantization_rounds_as_on_the_cpu_for_every_largest_value(format: str) -> None:
-    """One block for each finite bf16 number from 0 on, as the block's largest value."""
+    """One block for each finite bf16 number of at least 0, which is the block's largest value."""
     largest = torch.arange(0x7F80, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     below = torch.rand(largest.numel(), 128, generator=torch.Generator().manual_seed(1)) * 2 - 1
     values = (largest.float()[:, None] * below).bfloat16()
@@ -330,14 +330,14 @@ def test_tensors_of_other_devices_are_refused() -> None:
 
 
 def _several_domains(device: str, domains: int, monkeypatch: pytest.MonkeyPatch) -> list[Buffer]:
-    # Short lanes, which are pinned faster.
+    # Short lanes take less time to pin.
     monkeypatch.setenv("HYBRID_EP_CUDA_LANE_BYTES", str(1 << 20))
     monkeypatch.setenv("HYBRID_EP_CUDA_RAIL_TOKENS", "64")
     return Buffer.threads(4, num_experts=16, domains=domains, device=device, timeout=20)
 
 
 def _plain_round(buffer: Buffer, x: Tensor, idx: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
-    """Only operators of the buffer: another one might wait for the kernel of another rank on the same GPU."""
+    """Runs only operators of the buffer: any other one might wait for the kernel of another rank on the same GPU."""
     got = buffer.dispatch_with_permute(x, idx, weights, pad_multiple=4, capacity=CAPACITY)
     assert got.probs is not None
     back = buffer.combine_with_unpermute(got.tokens, got.handle, probs=got.probs)

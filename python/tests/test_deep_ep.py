@@ -152,7 +152,7 @@ def test_the_environment_says_how_many_ranks_a_domain_has(monkeypatch: pytest.Mo
     monkeypatch.setenv(name, "2")
     buffer = HybridEPBuffer(group_of(8, rank=5), 64, 16, 1)
     assert (buffer.num_of_nodes, buffer.node_rank, buffer.local_rank) == (4, 2, 1)
-    # As in DeepEP, also where the program passes a number.
+    # As in DeepEP, the variable decides even if the program passes a number.
     assert HybridEPBuffer(group_of(8), 64, 16, 1, num_of_hybrid_ep_ranks_per_nvlink_domain=4).num_of_nodes == 4
     monkeypatch.setenv(name, "72")
     assert HybridEPBuffer(group_of(8), 64, 16, 1).num_of_nodes == 1
@@ -507,7 +507,7 @@ def check_plain(here: Rank, case: Case, **constructor: Any) -> None:
     all_tokens = torch.cat([case.hidden_of(rank) for rank in range(case.ranks)])
     local_probs = torch.cat([case.probs_of(rank) for rank in range(case.ranks)])[here_too, case.experts_of(here.rank)]
     same(rows, all_tokens[here_too], "tokens")
-    # As in DeepEP: as wide as the experts of the NVLink domain.
+    # As in DeepEP, there is a column for each expert of the NVLink domain.
     domain = case.local * buffer.num_of_hybrid_ep_ranks_per_nvlink_domain
     first = case.local * buffer.local_rank
     assert probs is not None and probs.shape == (rows.shape[0], domain)

@@ -119,7 +119,7 @@ def test_training_as_torchtitan_does(world_of: Any, capacity_factor: float | Non
 
 
 def check_torchtitan(here: Rank, case: Case, capacity_factor: float | None) -> None:
-    """Top-k to a map, scores applied outside, a combine that names no padding, weights' gradients gathered."""
+    """Converts top-k to a map, applies scores outside, combines without a padding, gathers gradients of weights."""
     buffer = new_buffer(here, case, load_cached_kernels=True, use_shared_buffer=True, enable_custom_allgather=True)
     config = buffer.configurer.buffer_config
     tokens, top_k = case.tokens[here.rank], 3
@@ -165,7 +165,7 @@ def test_calls_as_the_test_of_deep_ep_makes_them(world_of: Any) -> None:
 
 
 def check_original_test(here: Rank, case: Case) -> None:
-    """With scaling factors beside bf16 tokens, and with all arguments beside a handle."""
+    """Passes scaling factors with bf16 tokens, and all arguments with a handle."""
     buffer = new_buffer(here, case)
     hidden = case.hidden_of(here.rank).to(here.device)
     scores = torch.rand(hidden.shape[0], case.experts, generator=torch.Generator().manual_seed(here.rank))
@@ -275,7 +275,7 @@ def test_a_program_that_sizes_its_buffer_by_the_tokens_of_a_rank_keeps_it(world_
 
 
 def check_sized_by_tokens(here: Rank, cases: list[Case]) -> None:
-    """As torchtitan does: another buffer if this rank has more tokens than the buffer was made for."""
+    """Like torchtitan, makes another buffer if this rank has more tokens than the buffer was made for."""
     buffer = new_buffer(here, cases[0])
     for case in cases:
         if buffer.configurer.buffer_config.max_num_of_tokens_per_rank < case.tokens[here.rank]:

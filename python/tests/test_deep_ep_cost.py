@@ -1,5 +1,5 @@
-"""What a call of the `deep_ep` interface costs beside its own kernel: PyTorch's operators, each some microseconds of
-the host's time, and of those the ones that launch something on a GPU."""
+"""What a call of the `deep_ep` interface costs besides its own kernel: PyTorch's operators, which take some
+microseconds of host time each, and those of them that launch something on a GPU."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LAUNCH_NOTHING = (
     "aten.alias", "aten._local_scalar_dense", "aten.expand", "aten.full.default", "aten.lift_fresh",
 )  # fmt: skip
 
-# The most PyTorch operators in a call, and the most launches. Neither exceeds what DeepEP's source has for
+# Maximum number of PyTorch operators in a call, and of launches. Neither exceeds what DeepEP's source has for
 # the same call: its indices_to_map alone is 4 operators, two of which copy before they scatter, so 6 launches.
 BOUNDS = {
     "indices_to_map": (2, 0),

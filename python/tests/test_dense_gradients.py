@@ -83,7 +83,7 @@ def _sums(here: Rank, plan: ExpertDomains, bucket_bytes: int) -> None:
             HybridMoELayer(migration, 8, 8, topk=1)
             torch.manual_seed(1)
             module = Mixed()
-            # Its backward passes must not begin buckets.
+            # A model of its own: backward passes of the plain computation must not begin buckets.
             model = Mixed()
             model.load_state_dict(module.state_dict())
             for step, op in enumerate(("sum", "mean", "sum", "sum")):
@@ -244,7 +244,7 @@ def _overlap(here: Rank) -> None:
             migration.reduce_gradients(module)
         migration.discard_gradients()
         publish()
-        # Another module ends the overlap. What has left of the first one is forgotten.
+        # Another module ends the overlap: ranks forget what has left of the first module.
         backward(5)
         right = nn.Linear(3, 3)
         right(torch.ones(1, 3)).sum().backward()

@@ -86,7 +86,7 @@ def test_invalid_worlds_are_refused(named: dict[str, Any], text: str) -> None:
 
 def test_negative_numbers_are_refused() -> None:
     for named in ({"num_experts": -4}, {"domains": -1}, {"workers": -1}, {"sms": 1.5}, {"num_experts": 8.0}):
-        with pytest.raises(CallerError, match="expected an integer from 0 on"):
+        with pytest.raises(CallerError, match="expected an integer of at least 0"):
             Buffer.threads(2, **{"num_experts": 4, "device": "cpu", **named})
 
 
@@ -233,7 +233,7 @@ BAD_CALLS: list[tuple[Call, str]] = [
     ),
     (
         lambda b, x, i, p, q: b.dispatch_with_permute(x, i, pad_multiple=0),
-        "pad_multiple: expected an integer from 1 on, found 0",
+        "pad_multiple: expected an integer of at least 1, found 0",
     ),
     (
         lambda b, x, i, p, q: b.dispatch_with_permute(x, i, pad_multiple=1 << 32),
@@ -244,7 +244,7 @@ BAD_CALLS: list[tuple[Call, str]] = [
         "capacity of 6 rows is not a multiple",
     ),
     (lambda b, x, i, p, q: b.preprocess(i, capacity=1 << 32), "capacity: at most 4294967295 rows"),
-    (lambda b, x, i, p, q: b.empty((3, 4), dtype=x.dtype), "shape: expected integers from 0 on, each an argument"),  # type: ignore[arg-type]
+    (lambda b, x, i, p, q: b.empty((3, 4), dtype=x.dtype), "shape: expected integers of at least 0, each"),  # type: ignore[arg-type]
     (lambda b, x, i, p, q: b.empty(3, dtype="f32"), "dtype: expected a torch.dtype, found 'f32'"),  # type: ignore[arg-type]
     (lambda b, x, i, p, q: b.combine(x, p), "it was never dispatched"),
     (lambda b, x, i, p, q: b.combine(x.half(), p), "tokens: expected bfloat16 or float32, found float16"),

@@ -34,7 +34,7 @@ def backward(model: nn.Module, here: Rank) -> None:
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
-    """The gradients of all experts and of whole parameters."""
+    """Returns the gradients of whole parameters, with those of all experts."""
     found = {}
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None
@@ -60,7 +60,7 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 def assert_clips(model: nn.Module, norm: float, **groups: dist.ProcessGroup) -> None:
-    """Checks that the norm is right and has the same bits on all ranks, and what clipping by the half of it gives."""
+    """Checks that the norm is right and has the same bits on all ranks, and what clipping to half of it gives."""
     before = gradients(model)
     found = clip_gradients(model, norm / 2, **groups)
     assert float(found) == pytest.approx(norm, rel=1e-4)
@@ -128,7 +128,7 @@ def _unequal_start(here: Rank) -> None:
         step(dense=False)
         model[1].router.weight.requires_grad_(False)
         step()
-        # Once per module: whatever the program does later is its own affair.
+        # Parameters are compared once per module, so a later difference is not found.
         model[0].bias.data.add_(here.rank)
         step()
 
@@ -147,7 +147,7 @@ def _forgotten(here: Rank) -> None:
     with Buffer(here.group, num_experts=4, device=here.device) as buffer:
         model = model_of(buffer)
         backward(model, here)
-        with pytest.raises(CallerError, match=r"the gradient of 0\.weight .*: call reduce_gradients before"):
+        with pytest.raises(CallerError, match=r"the gradient of 0\.weight .*: call reduce_gradients first"):
             clip_gradients(model, 1.0)
         reduce_gradients(model)
         with pytest.raises(CallerError, match="reduced already: call it once per step"):

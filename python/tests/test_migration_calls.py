@@ -80,7 +80,7 @@ def _with_a_child(here: Rank) -> list[float]:
         optimizer = adam(model)
         losses = train_hybrid(migration, model, range(2), optimizer)
         if here.rank == 0 and (child := os.fork()) == 0:
-            # As at the end of the interpreter.
+            # The interpreter calls this when it ends.
             _close_all()
             os._exit(0)
         if here.rank == 0:

@@ -32,7 +32,7 @@ def _one_stays_away(here: Rank) -> None:
 
 
 def test_a_rank_that_makes_no_migration_is_named() -> None:
-    # The ranks have met different numbers of times afterwards: use new processes.
+    # Afterwards the ranks have had different numbers of meetings: use new processes.
     world = world_of_processes(4, "cpu")
     try:
         world.run(_one_stays_away, seconds=60)
@@ -132,7 +132,7 @@ def _a_rank_leaves_for_a_fault_elsewhere(here: Rank) -> None:
     with ExpertMigration(TWO, num_experts=EXPERTS) as migration:
         dist.barrier()
         if here.rank == 0:
-            # Rank 1 has left because rank 3 died, and the news of it come after the end of rank 1.
+            # Rank 1 has left because rank 3 died, and news of it comes after the end of rank 1.
             with pytest.raises(PeerError, match="rank 3 died"), mock.patch("hybrid_ep.migration.dense._NEWS", 30):
                 _group_of(migration).dispatch(left)
         elif here.rank == 1:

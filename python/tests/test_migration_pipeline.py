@@ -23,7 +23,7 @@ STEPS, MICRO_BATCHES, TOKENS = 4, 3, 12
 
 
 def planned(directory: Path) -> Path:
-    """The file of a plan for 2 datacenters of 2 GPUs, with 2 stages that each have a GPU of both."""
+    """Returns the file of a plan for 2 datacenters of 2 GPUs, with 2 stages that each have a GPU of both."""
     groups, model = directory / "groups.json", directory / "model.toml"
     model.write_text(
         f"[model]\nhidden = {HIDDEN}\nexpert_intermediate = {INTERMEDIATE}\nexperts = {EXPERTS}\ntopk = {TOPK}\n"
@@ -58,7 +58,7 @@ Step = tuple[list[float], float]
 
 
 def train_whole(group: dist.ProcessGroup, plan: ExpertDomains, max_norm: float) -> list[Step]:
-    """The whole model on every rank, and the micro-batches one after the other."""
+    """Trains the whole model on every rank, one micro-batch after the other."""
     steps = []
     with ExpertMigration(plan, num_experts=EXPERTS, group=group) as migration:
         model = nn.Sequential(stage_module(migration, 0), stage_module(migration, 1))
@@ -80,7 +80,7 @@ def train_whole(group: dist.ProcessGroup, plan: ExpertDomains, max_norm: float) 
 
 
 def train_pipeline(here: Rank, plan: ExpertDomains, max_norm: float) -> list[Step]:
-    """PyTorch's pipeline. Only ranks of the last stage have losses."""
+    """Trains with PyTorch's pipeline. Only ranks of the last stage have losses."""
     stages = [dist.new_group([*ranks], backend="gloo") for ranks in plan.stages]
     pipelines = [dist.new_group([*ranks], backend="gloo") for ranks in zip(*plan.stages, strict=True)]
     at = plan.stage_of(here.rank)
@@ -128,7 +128,7 @@ def test_a_pipeline_trains_as_the_whole_model_does(max_norm: float, tmp_path: Pa
         assert sum(losses[-1]) < sum(losses[0]), "the model learns"
         if max_norm == 1e9:
             assert losses == expected
-        # The stages' squares are added in another order.
+        # The stages' squares are added in a different order.
         assert torch.tensor(losses).allclose(torch.tensor(expected), rtol=1e-5, atol=0)
         for (none, of_first), (_, of_last), (_, of_all) in zip(first, last, whole, strict=True):
             assert none == [] and of_first == of_last and of_last == pytest.approx(of_all, rel=1e-5)
@@ -162,11 +162,11 @@ def test_a_state_of_another_stage_is_refused(tmp_path: Path) -> None:
 
 def test_the_plan_of_a_stage_does_not_fit_all_ranks(tmp_path: Path) -> None:
     def body(here: Rank, path: str) -> None:
-        with refused("for 2 ranks, and the group has 4; it is that of one of 2 pipeline stages: pass group="):
+        with refused("for 2 ranks, and the group has 4; the plan has 2 pipeline stages: pass group="):
             ExpertMigration(ExpertDomains.from_file(path), num_experts=EXPERTS)
-        # As many ranks as a stage has.
+        # These groups have as many ranks as a stage.
         pipelines = [dist.new_group(ranks, backend="gloo") for ranks in ([0, 1], [2, 3])]
-        with refused("has ranks .*, which are no pipeline stage of the plan; pass those of this rank's stage"):
+        with refused("has ranks .*, which are not a pipeline stage of the plan; pass those of this rank's stage"):
             ExpertMigration(ExpertDomains.from_file(path), num_experts=EXPERTS, group=pipelines[here.rank // 2])
 
     world_of_processes(4, "cpu").run(body, str(planned(tmp_path)))

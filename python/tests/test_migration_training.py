@@ -59,8 +59,8 @@ class OracleExperts(nn.Module):
 
 
 def train_oracle(here: Rank, plan: ExpertDomains, steps: range) -> list[float]:
-    """Data parallelism over copies of experts: each rank updates all experts of its domain, with the gradients of all
-    ranks of the domain added in rank order."""
+    """Trains with data parallelism over copies of experts: each rank updates all experts of its domain, with the
+    gradients of all ranks of the domain added in rank order."""
     group, domain = (
         {rank: made for ranks in lists for made in [dist.new_group(ranks, backend="gloo")] for rank in ranks}[here.rank]
         for lists in (plan.dispatch_groups, plan.expert_domains)
@@ -191,7 +191,7 @@ def test_one_datacenter_is_expert_parallelism() -> None:
 
 
 def _gradients(here: Rank, engine: str) -> tuple[list[Tensor], list[Tensor], list[int]]:
-    """The gradients of two micro-batches at once, and one after the other; and the bytes that were sent for each."""
+    """Returns the gradients of two micro-batches at once, those of one after the other, and the bytes sent for each."""
     results, sent = [], []
     for accumulated in (False, True):
         with runtime(engine)(TWO, num_experts=EXPERTS, weights="exact", gradients="exact") as migration:
@@ -218,7 +218,7 @@ def test_gradients_of_micro_batches_travel_once(engine: str) -> None:
 
 
 def _means_and_norms(here: Rank, engine: str) -> tuple[list[Tensor], list[Tensor], float, float]:
-    """Gradients of `op="mean"` and their norm: of the runtime, and of plain expert parallelism."""
+    """Returns gradients of `op="mean"` and their norm: of the runtime, and of plain expert parallelism."""
     with runtime(engine)(TWO, num_experts=EXPERTS, weights="exact", gradients="exact") as migration:
         model = hybrid(migration)
         loss_of(model, tokens_of(here.rank, 0)).backward()

@@ -357,7 +357,7 @@ def test_several_ranks_need_a_process_group_to_reduce_gradients() -> None:
 @pytest.mark.parametrize(
     "device", ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
 )
-@pytest.mark.parametrize("hidden", [HIDDEN, 7168, 12])  # 12 is no multiple of 8: PyTorch's products
+@pytest.mark.parametrize("hidden", [HIDDEN, 7168, 12])  # 12 is not a multiple of 8: PyTorch multiplies
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("given", [torch.bfloat16, torch.float32])
 def test_weights_are_applied_in_f32(device: str, hidden: int, given: torch.dtype, dtype: torch.dtype) -> None:

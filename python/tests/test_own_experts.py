@@ -173,7 +173,7 @@ def test_a_layer_with_replaced_experts_learns() -> None:
 
 
 def test_the_router_may_have_sigmoids_and_a_bias_of_the_choice() -> None:
-    """As the router of DeepSeek-V3: the bias counts for the choice, and not for the weights."""
+    """Like the router of DeepSeek-V3: the bias counts for the choice, but not for the weights."""
     with Buffer(num_experts=EXPERTS, device="cpu") as buffer:
         layer, x = Layer(buffer), tokens_of(0)
         bias = torch.tensor([5.0, 0.0, 0.0, 0.0])
@@ -208,7 +208,7 @@ def test_experts_differ_and_follow_from_the_seed() -> None:
 
 
 def test_start_values_may_come_from_functions_without_a_generator() -> None:
-    """Each expert's values then follow from the seed and its index, too, and ranks leave with equal generators."""
+    """Each expert's values then follow from the seed and its index, too, and the generators of the ranks stay equal."""
 
     (alone,), (zero, one) = (world_of_processes(ranks, "cpu").run(start_values) for ranks in (1, 2))
     assert not alone[0].any() and alone[1].unique(dim=0).shape == (EXPERTS, HIDDEN)
@@ -356,7 +356,7 @@ def test_rows_after_the_last_expert(capacity: int | None) -> None:
 
 
 def test_several_ranks_need_a_process_group() -> None:
-    """Also if the experts are no `GroupedExperts`, or the module has only the dispatcher or the buffer."""
+    """Even if the experts are not `GroupedExperts`, or the module has only the dispatcher or the buffer."""
     assert not dist.is_initialized()
     buffers = Buffer.threads(2, num_experts=EXPERTS, device="cpu")
     holder = nn.Linear(2, 2)

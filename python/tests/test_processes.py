@@ -39,7 +39,7 @@ def _child(work: Callable[..., Any], rank: int, ranks: int, arguments: tuple[Any
         result = work(rank, ranks, *arguments)
     except BaseException as error:
         answer.send((False, error))
-        # End by an exception, as a program without a test around it does.
+        # Ends with an exception, like a program that is not a test.
         raise
     answer.send((True, result))
 
@@ -118,7 +118,7 @@ def _groups(rank: int, ranks: int, store: str) -> None:
         with Buffer(pair, num_experts=4, device="cpu") as again:
             check_round(again, 4)
     else:
-        with pytest.raises(CallerError, match="group: expected a process group that this process is of"):
+        with pytest.raises(CallerError, match="group: expected a process group that contains this process"):
             Buffer(pair, num_experts=4, device="cpu")
     check_round(first, 5)
     mine = {0: 6, 1: 9, 2: 9}[rank]

@@ -26,7 +26,7 @@ NEEDS_GPU = "needs a GPU"
 # Every block with a marker: its file, and the number of such blocks. The tests fail for a marker that is not listed.
 NOT_RUN = {"docs/machines.md": 1, "docs/migration.md": 2, "docs/overlap.md": 2, "docs/python.md": 4}
 
-# Code to run before and after a block that is no whole program, by the block's file and first line
+# Code to run before and after a block that is not a whole program, by the block's file and first line
 # without its comment.
 AROUND = {
     ("README.md", "import torch"): (

@@ -157,7 +157,7 @@ class Around(nn.Module):
 
 
 def warned(model: nn.Module, **options: Any) -> str:
-    """What `reduce_gradients` warns of."""
+    """Returns the text of the warnings of `reduce_gradients`."""
     model.zero_grad()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -176,7 +176,7 @@ def _unmarked(here: Rank) -> None:
         assert said.startswith("no parameter of 1 (Own) and 3 (Around) is marked"), said
         assert "set expert_parallel = False on the module" in said
         assert not warned(model, dense=False)
-        # What says that all ranks train the same parameters: the module, or every parameter.
+        # The module, or every parameter, says that all ranks train the same parameters.
         model[3].expert_parallel = False  # type: ignore[assignment]
         model[1].weight.expert_parallel = False  # type: ignore[union-attr]
         assert warned(model).startswith("no parameter of 1 (Own) is marked")

@@ -26,7 +26,7 @@ def on_threads(buffers: list[Buffer], work: Callable[[Buffer], T], *, raises: bo
         except BaseException as error:
             results[buffer.rank] = error
             if raises:
-                # So that the other ranks do not wait for it.
+                # The other ranks must not wait for this one.
                 buffer.close()
 
     threads = [threading.Thread(target=run, args=(buffer,)) for buffer in buffers]
@@ -64,7 +64,7 @@ def world(
 def _work_on_gpu(here: Rank, work: Callable[[Buffer], T], experts: int, options: dict[str, Any]) -> T:
     with (
         Buffer(here.group, num_experts=experts, device=here.device, **options) as buffer,
-        # A CUDA graph cannot be captured on the default one.
+        # A CUDA graph cannot be captured on the default stream.
         torch.cuda.stream(torch.cuda.Stream(here.device)),
     ):
         result = work(buffer)

@@ -7,8 +7,8 @@ use ep::Rank;
 
 /// One of the ordered streams of messages between two ranks. Lanes do not wait for each other.
 ///
-/// Bodies have two lanes of each kind. Receivers post receives for regular bodies, whose length has a bound, before the
-/// headers arrive. A longer body would not fit such a receive.
+/// Bodies of each kind have two lanes: one for regular bodies, one for longer ones. Receivers post receives for regular
+/// bodies, whose length has a bound, before the headers arrive. A longer body would not fit such a receive.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum Lane {
@@ -33,8 +33,8 @@ impl Lane {
 /// Moves messages between this rank and the others.
 ///
 /// Messages of one pair and lane arrive in the order in which they were sent, and the k-th receive takes the k-th
-/// message. A message is at most as long as its receive. Both calls start a transfer and return at once, so that many
-/// transfers can be under way; any thread may wait for them.
+/// message. A message is at most as long as the capacity of its receive. Both calls start a transfer and return at
+/// once, so that many transfers can be under way; any thread may wait for them.
 pub trait Carrier: Send + Sync + fmt::Debug {
     /// Starts to send a message. The carrier keeps it until the receiver has it.
     ///
@@ -63,9 +63,9 @@ pub trait Sending: Send + fmt::Debug {
 
 /// A receive that is posted.
 pub trait Receiving: Send + fmt::Debug {
-    /// Waits until the message has arrived, without a time limit: [`Carrier::abort`] ends the wait. Returns the message, of
-    /// which the caller knows by now that it has `bytes` bytes. A carrier need not know the length. If the message has
-    /// another, the result is an error, or has `bytes` bytes that mean nothing.
+    /// Waits until the message has arrived, without a time limit: [`Carrier::abort`] ends the wait. Returns the
+    /// message. By now the caller knows its length, `bytes`; a carrier need not know it. If the message has a different
+    /// length, the result is an error, or `bytes` bytes of undefined content.
     ///
     /// # Errors
     /// [`CarrierError`] if the connection is closed before that.

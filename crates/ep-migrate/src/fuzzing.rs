@@ -23,7 +23,7 @@ fn seal(bytes: &mut [u8]) {
     }
 }
 
-/// Parses a header with these bytes behind its magic and version, and with a right checksum.
+/// Parses a header with these bytes after its magic and version, and with a correct checksum.
 ///
 /// # Panics
 /// When writing and parsing the header again changes it.
@@ -38,7 +38,7 @@ pub fn header(bytes: &[u8]) {
 }
 
 /// Decodes a message of weights. The first byte of the script chooses the number of streams of an expert, and whether
-/// the part of a shared expert follows. Then each stream has a byte with its length, and its bytes, which get a right
+/// the part of a shared expert follows. Then each stream has a byte with its length, and its bytes, which get a correct
 /// checksum.
 ///
 /// # Panics
@@ -114,11 +114,11 @@ impl Fixed {
     }
 }
 
-/// Restores a state with these bytes as its layers: with a right head and checksum, and then with right checksums of its
-/// parts, too. The first byte chooses the codecs.
+/// Restores a state with these bytes as its layers: first with a correct head and checksum, then also with correct
+/// checksums of its parts. The first byte chooses the codecs.
 ///
 /// # Panics
-/// When writing the state again changes it, or when a shared expert of another length is restored.
+/// When writing the state again changes it, or when a shared expert of a different length is restored.
 pub fn state(bytes: &[u8]) {
     let Some((&choice, layers)) = bytes.split_first() else { return };
     let fixed = Fixed::new(choice & 1 != 0);

@@ -13,7 +13,7 @@
 //! | 32 | 8 | run |
 //! | 40 | 4 | `Failure`: the rank at fault; `Alive`: 1 if the sender waits for another rank |
 //! | 44 | 4 | `Failure`: code of the fault |
-//! | 48 | 8 | the most bytes of a regular body of this kind, as the sender computes it; 0 without a body |
+//! | 48 | 8 | maximum bytes of a regular body of this kind, as the sender computes it; 0 without a body |
 //! | 56 | 8 | XXH64 of bytes 0 .. 56 |
 //!
 //! The body needs no digest here, because each of its streams has one.
@@ -36,7 +36,7 @@ pub(crate) enum Kind {
     Resent,
     /// Gradients of the receiver's experts of a layer.
     Gradients,
-    /// The sender's replicas of a layer do not have the base of the last weights. No body.
+    /// The sender's replicas of a layer lack the base of the last weights. No body.
     Request,
     /// The sender cannot go on because of a rank at fault. No body, and no message follows.
     Failure(Rank, PeerFault),
@@ -70,8 +70,8 @@ pub(crate) struct Header {
     pub(crate) bytes: u64,
     /// The number of the job, the same on all its ranks.
     pub(crate) run: u64,
-    /// The most bytes of a regular body of this kind. A body that is longer than the receive that a peer has posted for it
-    /// can end the peer's process, so the ranks compare this number before they post any.
+    /// Maximum number of bytes of a regular body of this kind. A body that is longer than the receive that a peer has
+    /// posted for it can end the peer's process, so the ranks compare this number before they post receives ahead.
     pub(crate) regular: u64,
 }
 

@@ -1,4 +1,4 @@
-//! What has come from each peer: announced, requested, arrived.
+//! Messages of each peer: announced, requested, arrived.
 
 use std::collections::VecDeque;
 
@@ -12,7 +12,7 @@ use crate::question::Question;
 pub(crate) const WEIGHTS: usize = 0;
 pub(crate) const GRADIENTS: usize = 1;
 
-/// The operator and step of a call, and what it waits for.
+/// The operator and step of a call, and the layer whose messages it sends or waits for.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Call {
     pub(crate) operator: Operator,
@@ -20,7 +20,7 @@ pub(crate) struct Call {
     pub(crate) layer: usize,
 }
 
-/// A message with its body, of which only the length is known to be right.
+/// A message with its body. Of the body, only the length has been checked.
 #[derive(Debug)]
 pub(crate) struct Message {
     pub(crate) header: Header,
@@ -42,19 +42,20 @@ pub struct Traffic {
 
 #[derive(Default)]
 pub(crate) struct Peer {
-    /// Why no further message comes from this peer, if so.
+    /// Why this peer sends no further message. `None` while it may send one.
     pub(crate) ended: Option<PeerFault>,
     pub(crate) lanes: [Inbox; 2],
-    /// Messages under way to this peer.
+    /// Transfers under way to this peer, except the one that the thread `sent` waits for.
     pub(crate) sent: VecDeque<Box<dyn Sending>>,
-    /// Those among them that the thread `sent` waits for: 0 or 1.
+    /// Number of transfers that the thread `sent` waits for: 0 or 1.
     pub(crate) awaited: usize,
     /// The question whether this peer is to blame for a wait.
     pub(crate) question: Question,
 }
 
 impl Peer {
-    /// The reason, if this peer sends nothing more and nothing that it sent is on the way.
+    /// The reason why no further message arrives from this peer: it sends nothing more, and nothing that it sent is on
+    /// the way.
     pub(crate) fn is_exhausted(&self) -> Option<PeerFault> {
         let is_empty = |inbox: &Inbox| {
             inbox.announced.is_empty() && inbox.requested.is_empty() && inbox.awaited.is_none()
@@ -66,20 +67,21 @@ impl Peer {
 /// Which bodies of a kind a rank receives ahead of the call that takes them.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Window {
-    /// The most bytes of a regular body, the same on all ranks.
+    /// Maximum number of bytes of a regular body, the same on all ranks.
     pub(crate) regular: u64,
-    /// The most bodies of one peer that are requested or held.
+    /// Maximum number of bodies of one peer that are requested or held.
     pub(crate) bodies: usize,
-    /// The most receives from one peer that are posted before their headers arrive. Each takes memory for a regular body.
+    /// Maximum number of receives from one peer that are posted before their headers arrive. Each takes memory for a
+    /// regular body.
     pub(crate) posted: usize,
 }
 
 /// A receive that an inbox needs next.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Due {
-    /// Of the first announced body.
+    /// The receive of the first announced body.
     Announced(Header),
-    /// Of a regular body that is not announced yet.
+    /// The receive of a regular body that is not announced yet.
     Ahead,
 }
 
@@ -88,15 +90,15 @@ pub(crate) enum Due {
 pub(crate) struct Inbox {
     /// Receives of regular bodies that are not announced yet.
     pub(crate) posted: VecDeque<Box<dyn Receiving>>,
-    /// Whether a header of the peer has shown that it computes the same bound of regular bodies.
+    /// Whether a header of the peer has shown that the peer computes the same bound on regular bodies.
     pub(crate) agrees: bool,
     pub(crate) announced: VecDeque<Header>,
     pub(crate) requested: VecDeque<(Header, Box<dyn Receiving>)>,
     /// The layer of the body that the lane's thread waits for.
     pub(crate) awaited: Option<u32>,
-    /// The layer that a call waits for. It is requested even if the window is full.
+    /// The layer that a call waits for. Its body is requested even if the window is full.
     pub(crate) wanted: Option<u32>,
-    /// By layer.
+    /// Indexed by layer.
     pub(crate) arrived: Vec<VecDeque<Message>>,
     /// By layer: the step of the next message.
     pub(crate) next_step: Vec<u64>,
@@ -124,14 +126,14 @@ impl Inbox {
         }
     }
 
-    /// Bodies that take memory on this rank, without receives posted ahead.
+    /// Number of bodies that take memory on this rank, not counting receives that are posted ahead.
     pub(crate) fn held(&self) -> usize {
         self.requested.len()
             + usize::from(self.awaited.is_some())
             + self.arrived.iter().map(VecDeque::len).sum::<usize>()
     }
 
-    /// Takes the first message of a layer; of weights, at most those of the call's step, unless complete ones are due.
+    /// Takes the first message of a layer. Weights of a step after the call's stay, unless complete weights are due.
     pub(crate) fn take(&mut self, call: Call, lane: usize) -> Option<Message> {
         let first = &self.arrived[call.layer].front()?.header;
         if lane == WEIGHTS && first.step > call.step && !self.recovers[call.layer] {
@@ -143,7 +145,7 @@ impl Inbox {
         self.arrived[call.layer].pop_front()
     }
 
-    /// Gives announced bodies the receives that were posted for them. Returns whether there was one.
+    /// Pairs announced bodies with receives that were posted ahead. Returns whether there was such a pair.
     pub(crate) fn pair(&mut self, window: Window) -> bool {
         let before = self.announced.len();
         while let Some(&header) = self.announced.front()
@@ -156,7 +158,7 @@ impl Inbox {
         self.announced.len() < before
     }
 
-    /// The receive to post next, once all announced bodies that can be paired are.
+    /// The receive to post next, after [`pair`](Self::pair).
     pub(crate) fn due(&self, window: Window) -> Option<Due> {
         if let Some(&header) = self.announced.front() {
             return self.is_open(window.bodies).then_some(Due::Announced(header));

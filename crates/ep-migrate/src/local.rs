@@ -35,7 +35,7 @@ type Key = (Rank, Rank, Lane);
 
 #[derive(Debug, Default)]
 struct State {
-    /// Messages that nothing has received.
+    /// Messages that have not been received.
     messages: HashMap<Key, VecDeque<Arc<Vec<u8>>>>,
     /// The numbers of the next receive to be posted and of the next to be served, by key.
     turns: HashMap<Key, [u64; 2]>,

@@ -21,8 +21,8 @@ use crate::threads::{GRACE, join_within_grace};
 /// One rank's part in the migration of experts. [The crate's documentation](crate) describes a step.
 ///
 /// Calls may come from any thread. The calls of one layer must have this order in each step: [`publish`](Self::publish),
-/// [`gather`](Self::gather), [`send_gradients`](Self::send_gradients), [`reduce_gradients`](Self::reduce_gradients). The last
-/// two may be left out, by all ranks alike.
+/// [`gather`](Self::gather), [`send_gradients`](Self::send_gradients), [`reduce_gradients`](Self::reduce_gradients).
+/// The last two may be left out, if all ranks leave them out.
 ///
 /// After a [`Peer`](ep::Error::Peer) error every later call returns the same error. Dropping the value
 /// [closes](Self::close) it.
@@ -33,28 +33,28 @@ pub struct Migration<T: Weight> {
     post: Arc<Post>,
     layers: Vec<Layer<T>>,
     owned: Arc<Vec<Mutex<Publisher<T>>>>,
-    /// The step after the newest one of which a layer was gathered.
+    /// The step after the newest step of which a layer was gathered.
     gathered: AtomicU64,
     threads: Mutex<Vec<JoinHandle<()>>>,
     clocks: Clocks,
 }
 
-/// The encoders of own experts of a layer, and the number of steps that were published.
+/// The encoders of this rank's experts of a layer, and the number of steps that were published.
 struct Publisher<T> {
     owned: Owned<T>,
     published: u64,
 }
 
 struct Layer<T> {
-    /// By peer.
+    /// One for each peer.
     replicas: Mutex<Vec<Replicas>>,
-    /// By peer.
+    /// One for each peer.
     returned: Mutex<Vec<Returned>>,
     shared: Mutex<SharedExperts<T>>,
     progress: Mutex<Progress>,
 }
 
-/// The steps of which gradients were sent and reduced last.
+/// The last steps whose gradients were sent and reduced.
 #[derive(Debug, Clone, Copy, Default)]
 struct Progress {
     sent: Option<u64>,
@@ -99,12 +99,12 @@ impl<T: Weight> Migration<T> {
         Self::start(domain, shape, settings, carrier, None)
     }
 
-    /// Continues a migration whose state was [saved](Self::save), on all ranks alike. The next call of each layer is
-    /// [`publish`](Self::publish), whose messages are then complete.
+    /// Continues a migration whose state was [saved](Self::save). All ranks must resume together. The next call for
+    /// each layer is [`publish`](Self::publish), whose messages are then complete.
     ///
     /// # Errors
-    /// As [`new`](Self::new), and [`CallerError`] if the state is damaged, or was saved by another rank or with another domain, shape
-    /// or codec.
+    /// Those of [`new`](Self::new), and [`CallerError`] if the state is damaged, or was saved by another rank or with
+    /// another domain, shape or codec.
     pub fn resume(
         domain: Domain,
         shape: Shape,
@@ -157,10 +157,10 @@ impl<T: Weight> Migration<T> {
             shape.expert_elements.iter().map(|&elements| (experts * bytes(elements)) as u64).collect()
         };
         let element = T::ELEMENT;
-        // A step has as many bodies of a kind as layers.
+        // In a step, each layer has one body of a kind.
         let posted = settings.depth.min(layers.len());
         let most = |bytes: &dyn Fn(usize) -> usize| longest(bytes).into_iter().max().unwrap_or(0);
-        // A message may have complete weights beside the streams of the codec, and the part of a shared expert.
+        // A message may have complete weights besides the streams of the codec, and the part of a shared expert.
         let complete = |elements| WeightCodec::Exact.max_bytes(element, elements);
         let setup = Setup {
             rank: domain.rank(),
@@ -174,7 +174,7 @@ impl<T: Weight> Migration<T> {
             windows: [
                 Window {
                     regular: most(&|elements| settings.weights.regular_bytes(element, elements)),
-                    // With staleness, messages of the last step wait for the next one.
+                    // With staleness, a step may leave messages to the next one, so their number has no bound here.
                     bodies: if settings.staleness == 0 { settings.depth } else { usize::MAX },
                     posted,
                 },
@@ -214,11 +214,12 @@ impl<T: Weight> Migration<T> {
     /// [`CallerError`] if the shape does not fit, a weight is not finite, or `2 (2 + staleness)` steps were published and none
     /// was gathered: nothing is sent then, and the step has not begun. [`PeerError`](ep::PeerError) if a peer is lost.
     pub fn publish(&self, layer: usize, weights: &[T]) -> Result<()> {
-        self.check_length("weights of own experts", layer, weights.len(), 1)?;
+        self.check_length("weights of this rank's experts", layer, weights.len(), 1)?;
         let mut publisher = lock(&self.owned[layer]);
         let step = publisher.published;
         let call = Call { operator: Operator::Publish, step, layer };
-        // Peers that publish, too, take no message. More messages than they have room for would wait until the timeout.
+        // Peers that also publish take no messages. Once they have no room for more, this call would wait until the
+        // timeout.
         let ahead = step.saturating_sub(self.gathered.load(Relaxed));
         if ahead >= 2 * (2 + self.settings.staleness) {
             return Err(order(
@@ -247,7 +248,7 @@ impl<T: Weight> Migration<T> {
             .try_for_each(|peer| self.post.send(peer, call, Kind::Weights, streams, body.clone()))
     }
 
-    /// Whether messages with the weights of a step have a part of the next shared expert.
+    /// Whether messages with the weights of a step contain a part of the next shared expert.
     fn has_part(&self, step: u64) -> bool {
         matches!(self.settings.weights, WeightCodec::Shared { .. })
             && step.is_multiple_of(self.settings.shared_refresh)
@@ -262,10 +263,11 @@ impl<T: Weight> Migration<T> {
         SharedExpert::mean_of(&experts).map(Some).map_err(|error| refused("weights", layer, 0, &error))
     }
 
-    /// Makes the next messages of all layers complete: replicas then equal own experts, apart from the rounding of `int8`. Needed
-    /// with [`WeightCodec::Delta`] only, when replicas lag too far behind; the messages of other codecs are always complete.
+    /// Makes the next messages of all layers complete: replicas then equal this rank's experts, apart from the rounding of
+    /// `int8`. Needed with [`WeightCodec::Delta`] only, when replicas lag too far behind; the messages of other codecs are
+    /// always complete.
     ///
-    /// A rank may call this alone, because messages say what they are.
+    /// A rank may call this alone, because each message says whether it is complete.
     pub fn start_over(&self) {
         for publisher in self.owned.iter() {
             lock(publisher).owned.start_over();
@@ -276,7 +278,8 @@ impl<T: Weight> Migration<T> {
     /// the step of each peer's weights, in the order of [`Domain::peers`].
     ///
     /// `replicas` has the shape `[peers, experts_per_rank, expert_elements[layer]]`. It must hold what the last call for this layer
-    /// left there, because a message may contain changes only. On an error some replicas may be those of the new step.
+    /// left there, because a message may contain changes only. After an error, some replicas may already be those of
+    /// the new step.
     ///
     /// # Errors
     /// [`CallerError`] if the shape does not fit, or if the layer was not published.
@@ -322,7 +325,7 @@ impl<T: Weight> Migration<T> {
         }
     }
 
-    /// The next message for these replicas, if it is here.
+    /// The next message for these replicas, if it has arrived.
     fn available(&self, call: Call, peer: usize, held: &mut Replicas) -> Result<Option<Message>> {
         match held.held.take() {
             Some(message) => Ok(Some(message)),
@@ -385,7 +388,7 @@ impl<T: Weight> Migration<T> {
         }
         let clock = Instant::now();
         let each = self.shape.experts_per_rank * self.shape.expert_elements[layer];
-        // An encoder refuses such a number, but then others have encoded theirs.
+        // An encoder refuses such a number too, but only after other encoders have encoded their gradients.
         let is_bad = |gradient: &T| !gradient.to_f32().is_finite();
         if !self.settings.gradients.is_lossless()
             && let Some(at) = gradients.iter().position(is_bad)
@@ -411,16 +414,16 @@ impl<T: Weight> Migration<T> {
             .try_for_each(|(peer, body)| self.post.send(peer, call, Kind::Gradients, 1, body))
     }
 
-    /// Waits for the peers' gradients of this rank's experts of a layer, and adds all.
+    /// Waits for the peers' gradients of this rank's experts of a layer, and sums them.
     ///
     /// `own` has the shape `[experts_per_rank, expert_elements[layer]]`, and so has `sum`, which is overwritten. For each element,
-    /// in f32: `sum = 0`, then `sum += gradient` for each rank of the domain, ascending, this rank's among them.
+    /// in f32: `sum = 0`, then `sum += gradient` for each rank of the domain, ascending, including this rank.
     ///
     /// # Errors
     /// [`CallerError`] if a shape does not fit, or if [`send_gradients`](Self::send_gradients) was not called in this step.
     /// [`PeerError`](ep::PeerError) if a peer is lost, late, or sends what cannot be decoded.
     pub fn reduce_gradients(&self, layer: usize, own: &[T], sum: &mut [f32]) -> Result<()> {
-        self.check_length("gradients of own experts", layer, own.len(), 1)?;
+        self.check_length("gradients of this rank's experts", layer, own.len(), 1)?;
         self.check_length("sum of gradients", layer, sum.len(), 1)?;
         let call = self.call(Operator::Reduce, layer)?;
         self.post.enter(call)?;
@@ -451,7 +454,7 @@ impl<T: Weight> Migration<T> {
             let next = self.post.next(call, GRADIENTS, &[peer]);
             self.clocks.reduce.fetch_add(clock.elapsed().as_nanos() as u64, Relaxed);
             let (_, message) = next?;
-            // Gradients of a step that this rank did not reduce.
+            // Skips gradients of a step that this rank did not reduce.
             if message.header.step >= call.step {
                 break message;
             }
@@ -461,7 +464,7 @@ impl<T: Weight> Migration<T> {
             self.post.undecodable(peer, format!("gradients of layer {layer}, step {step}: {what}"))
         };
         if message.header.step > call.step {
-            return Err(broken(format!("those of step {} instead", message.header.step)));
+            return Err(broken(format!("a message of step {} instead", message.header.step)));
         }
         let clock = Instant::now();
         let mut rest = &message.body[..];
@@ -473,7 +476,8 @@ impl<T: Weight> Migration<T> {
         if rest.is_empty() { Ok(()) } else { Err(broken(format!("{} bytes too many", rest.len()))) }
     }
 
-    /// Returns the error of this migration, if it has one: a thread notices a lost peer before a call needs it.
+    /// Returns the error of this migration, if it has one. Its threads notice a lost peer even while no call waits for
+    /// that peer.
     ///
     /// # Errors
     /// The error that every later call returns.
@@ -481,8 +485,8 @@ impl<T: Weight> Migration<T> {
         self.post.check_error()
     }
 
-    /// The state that a later [`resume`](Self::resume) needs, of this rank. Save it after the optimizer step and before the
-    /// next [`publish`](Self::publish), together with the weights of own experts.
+    /// The state of this rank that a later [`resume`](Self::resume) needs. Save it after the optimizer step and before
+    /// the next [`publish`](Self::publish), together with the weights of this rank's experts.
     ///
     /// # Errors
     /// [`CallerError`] if layers are in different steps.
@@ -518,7 +522,8 @@ impl<T: Weight> Migration<T> {
         self.close_within(self.post.timeout());
     }
 
-    /// As [`close`](Self::close), but waits for the peers a second at most: for a program that ends because of an error.
+    /// Like [`close`](Self::close), but waits at most a second for the peers. For a program that ends because of an
+    /// error.
     pub fn close_at_once(&self) {
         self.close_within(GRACE);
     }
@@ -564,7 +569,7 @@ impl<T: Weight> Migration<T> {
 
 #[cfg(test)]
 impl<T: Weight> Migration<T> {
-    /// What peers hold of this rank's experts.
+    /// The weights of this rank's experts that the peers hold, according to the encoders.
     pub(crate) fn own_mirrors(&self, layer: usize) -> Vec<T> {
         lock(&self.owned[layer]).owned.mirrors()
     }
@@ -586,7 +591,7 @@ fn order(call: Call, problem: &'static str) -> ep::Error {
     CallerError::Order { operator, layer, step, problem }.into()
 }
 
-/// Sends a peer what its replicas should hold.
+/// Sends a peer the weights that its replicas should hold.
 fn publishers_resend<T: Weight>(
     publishers: &[Mutex<Publisher<T>>],
     post: &Post,

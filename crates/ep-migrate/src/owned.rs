@@ -1,4 +1,4 @@
-//! The sending side of a layer: encoders of own experts, and of the gradients of replicas.
+//! The sending side of a layer: encoders of this rank's experts, and of the gradients of replicas.
 
 use std::sync::Arc;
 
@@ -10,9 +10,10 @@ pub(crate) struct Owned<T> {
     layer: usize,
     elements: usize,
     codec: WeightCodec,
-    /// By own expert.
+    /// One for each of this rank's experts.
     encoders: Vec<WeightEncoder<T>>,
-    /// Whether the receivers have what the encoders say that they have. Not after a restart.
+    /// Whether the receivers hold the weights in the mirrors of the encoders. False after [`restore`](Self::restore): the next
+    /// message then begins with these weights.
     is_known: bool,
 }
 
@@ -20,7 +21,7 @@ pub(crate) struct Owned<T> {
 pub(crate) struct Returned {
     layer: usize,
     elements: usize,
-    /// By expert of the peer.
+    /// One for each expert of the peer.
     encoders: Vec<GradientEncoder>,
 }
 
@@ -33,7 +34,8 @@ impl<T: Weight> Owned<T> {
         Ok(Self { layer, elements, codec, encoders, is_known: true })
     }
 
-    /// Encodes all own experts. Returns the body of a message, and its number of streams of each expert.
+    /// Encodes all of this rank's experts. Returns the body of a message, and the number of streams that it has for
+    /// each expert.
     pub(crate) fn encode(
         &mut self,
         weights: &[T],
@@ -42,13 +44,13 @@ impl<T: Weight> Owned<T> {
         let mut body = Vec::new();
         let encoded = self.encode_all(weights, shared, &mut body);
         if encoded.is_err() {
-            // Nothing is sent, so receivers do not have what some encoders have encoded by now.
+            // Nothing is sent, so the receivers lack what some encoders have already encoded.
             self.start_over();
         }
         encoded.map(|streams| (body, streams))
     }
 
-    /// Makes the next streams complete.
+    /// Makes the next stream of each expert complete: a receiver needs no earlier stream to decode it.
     pub(crate) fn start_over(&mut self) {
         self.encoders.iter_mut().for_each(WeightEncoder::start_over);
     }
@@ -69,7 +71,7 @@ impl<T: Weight> Owned<T> {
                 encoder.complete(body).map_err(refused)?;
             }
             if matches!(self.codec, WeightCodec::Shared { .. }) && shared.is_none() {
-                // Before the first shared expert.
+                // There is no shared expert yet.
                 WeightEncoder::new(WeightCodec::Int8, self.elements)
                     .and_then(|mut complete| complete.encode(weights, None, body))
                     .map_err(refused)?;
@@ -81,7 +83,7 @@ impl<T: Weight> Owned<T> {
         Ok(1 + u16::from(repeats))
     }
 
-    /// Appends weights as they are, for the part of a shared expert.
+    /// Appends this rank's part of the next shared expert, uncompressed.
     pub(crate) fn append_complete(&self, weights: &[T], body: &mut Vec<u8>) -> Result<()> {
         WeightEncoder::new(WeightCodec::Exact, self.elements)
             .and_then(|mut encoder| encoder.encode(weights, None, body))
@@ -89,8 +91,8 @@ impl<T: Weight> Owned<T> {
             .map_err(|error| refused("the mean of the weights", self.layer, 0, &error))
     }
 
-    /// Encodes what receivers hold, complete, for a receiver that does not hold it. `None` if they hold nothing yet, or
-    /// if the codec needs no base.
+    /// Encodes the weights that the receivers hold as complete streams, for a receiver that lacks them. `None` if the
+    /// receivers hold nothing yet, or if the codec needs no base.
     pub(crate) fn complete(&self) -> Result<Option<Vec<u8>>> {
         let mut body = Vec::new();
         for (expert, encoder) in self.encoders.iter().enumerate() {
@@ -163,7 +165,7 @@ impl Returned {
     }
 }
 
-/// What the caller passed cannot be encoded.
+/// The error for weights or gradients of the caller that cannot be encoded.
 pub(crate) fn refused(what: &'static str, layer: usize, expert: usize, error: &ep_codec::Error) -> ep::Error {
     CallerError::Expert { what, layer, expert, problem: error.to_string() }.into()
 }

@@ -12,11 +12,11 @@ use crate::header::Wait;
 
 /// How long a peer may take to answer.
 const ANSWER: Duration = Duration::from_millis(500);
-/// After a peer has answered that it waits as well: the bound for the message that names the rank at fault. It is less than
-/// a second with [`ANSWER`], so that an error comes at most a second after the timeout.
+/// If a peer answers that it waits as well: the time from the question to the message that names the rank at fault. It
+/// is less than a second, so that an error comes at most a second after the timeout.
 const VERDICT: Duration = Duration::from_millis(850);
 
-/// What was asked about a peer.
+/// The question whether a peer is at fault, and the answer.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Question {
     asked: Option<Instant>,
@@ -35,7 +35,7 @@ pub(crate) enum Patience {
 }
 
 impl Question {
-    /// A question that leaves now.
+    /// A question that is sent now.
     pub(crate) fn ask() -> Self {
         Self { asked: Some(Instant::now()), answer: None }
     }
@@ -45,7 +45,7 @@ impl Question {
         self.answer = self.asked.map(|_| wait);
     }
 
-    /// What a wait that is late does about this peer.
+    /// What a wait does next about this peer, after its timeout.
     pub(crate) fn patience(self) -> Patience {
         let Some(asked) = self.asked else { return Patience::Ask };
         let (bound, fault) = match self.answer {

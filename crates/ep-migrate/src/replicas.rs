@@ -10,7 +10,7 @@ use crate::inbox::Message;
 #[derive(Debug)]
 pub(crate) struct Replicas {
     elements: usize,
-    /// By expert of the peer.
+    /// One for each expert of the peer.
     decoders: Vec<WeightDecoder>,
     /// The step of the weights that the replicas hold.
     pub(crate) step: Option<u64>,
@@ -20,10 +20,10 @@ pub(crate) struct Replicas {
     pub(crate) asked: bool,
 }
 
-/// What became of a message.
+/// The result of decoding a message.
 #[derive(Debug, PartialEq)]
 pub(crate) enum Decoded<T> {
-    /// The replicas are those of the message's step. With the part of a shared expert, if the message had one.
+    /// The replicas are those of the message's step. Has the part of a shared expert, if the message had one.
     Done(Option<Vec<T>>),
     /// The message changes weights that the replicas do not hold.
     LacksBase,
@@ -38,7 +38,7 @@ impl Replicas {
     }
 
     /// Decodes a message into the replicas `[experts, elements]`, which must hold what the last message left there.
-    /// `has_part`: whether the message must end with a part of the next shared expert.
+    /// `has_part` says whether the message must end with a part of the next shared expert.
     ///
     /// # Errors
     /// What is wrong with the message.
@@ -83,14 +83,14 @@ impl Replicas {
 #[derive(Debug)]
 pub(crate) struct SharedExperts<T> {
     ranks: usize,
-    /// By step, by position in the domain: the mean of the experts of that rank.
+    /// Indexed by step, then by position in the domain: the mean of the experts of that rank.
     parts: BTreeMap<u64, Vec<Option<Vec<T>>>>,
     /// The newest last.
     known: VecDeque<SharedExpert<T>>,
 }
 
 impl<T: Weight> SharedExperts<T> {
-    /// Messages on the way may refer to the shared expert before the newest.
+    /// Number of shared experts that are kept: messages on the way may refer to one before the newest.
     const KEPT: usize = 3;
 
     pub(crate) fn new(ranks: usize) -> Self {
@@ -113,10 +113,10 @@ impl<T: Weight> SharedExperts<T> {
         decoded
     }
 
-    /// Adds the part of one rank. When all parts of a step are there, their mean is the newest shared expert.
+    /// Adds the part of one rank. When all parts of a step have arrived, their mean becomes the newest shared expert.
     ///
     /// # Errors
-    /// The mean is not finite.
+    /// If the mean is not finite.
     pub(crate) fn add(&mut self, step: u64, position: usize, part: Vec<T>) -> Result<(), Error> {
         let parts = self.parts.entry(step).or_insert_with(|| vec![None; self.ranks]);
         parts[position] = Some(part);

@@ -1,11 +1,11 @@
-//! Who takes part in a migration, what it moves, and how.
+//! Which ranks take part in a migration, what it moves, and how.
 
 use std::time::Duration;
 
 use ep::{CallerError, Interrupt, Rank, Result};
 use ep_codec::{GradientCodec, WeightCodec};
 
-/// The highest staleness. No run has so many steps, and sums with it do not overflow.
+/// The highest staleness. No run has this many steps, and sums with it do not overflow.
 const MOST_STALENESS: u64 = u32::MAX as u64;
 
 /// The expert domain of a rank: the ranks that gather each other's experts.
@@ -65,9 +65,9 @@ pub struct Settings {
     pub weights: WeightCodec,
     /// The codec of gradients.
     pub gradients: GradientCodec,
-    /// Number of bodies of weights of one peer that a rank receives ahead of the layer that it gathers. Without a limit if
-    /// `staleness` is not 0. Also the number of receives of weights, and of gradients, that are posted for a peer before the
-    /// bodies are announced.
+    /// Number of bodies of weights of one peer that a rank receives ahead of the layer that it gathers. There is no
+    /// limit if `staleness` is not 0. Also the number of receives of weights, and of gradients, that are posted for a
+    /// peer before the bodies are announced.
     pub depth: usize,
     /// Number of steps that a replica may lag behind its owner, at most `u32::MAX`.
     pub staleness: u64,
@@ -75,7 +75,7 @@ pub struct Settings {
     pub shared_refresh: u64,
     /// The longest wait for a peer.
     pub timeout: Duration,
-    /// A number that the ranks of a job agree on. Messages with another number are refused.
+    /// A number that the ranks of a job agree on. Messages with a different number are refused.
     pub run: u64,
     /// Lets the program stop a waiting call.
     pub interrupt: Interrupt,

@@ -1,7 +1,8 @@
 //! The state of a migration in a checkpoint.
 //!
-//! A saved state is a head and, for each layer, three lists of parts: encoders of own experts, encoders of gradients (peer by
-//! peer), shared experts. The head identifies whose state it is. All numbers are little-endian:
+//! A saved state is a head and, for each layer, three lists of parts: encoders of this rank's experts, encoders of
+//! gradients (peer by peer), shared experts. The head identifies the rank, domain, shape and codecs. All numbers are
+//! little-endian:
 //!
 //! | bytes | contents |
 //! |---|---|
@@ -21,7 +22,7 @@ use crate::settings::{Domain, Settings, Shape};
 
 const MAGIC: [u8; 4] = *b"EPMS";
 const VERSION: u32 = 1;
-/// No run has so many steps. A saved step of more would overflow as the run goes on.
+/// No run has this many steps. A higher step could overflow as the run goes on.
 const LAST_STEP: u64 = 1 << 48;
 
 pub(crate) struct Saved {
@@ -68,7 +69,7 @@ impl Saved {
         Self::of(identity(domain, shape, settings, element), step)
     }
 
-    /// A state without layers, of what `identity` names.
+    /// A state without layers, for what `identity` names.
     pub(crate) fn of(identity: String, step: u64) -> Self {
         Self { step, identity, layers: Vec::new() }
     }
@@ -196,10 +197,10 @@ impl<T: Weight> SharedExperts<T> {
         self.known().map(|shared| complete(shared.weights())).collect()
     }
 
-    /// `elements`: the weights of an expert of the layer.
+    /// `elements` is the number of weights of an expert of the layer.
     fn restore(&mut self, saved: &[Vec<u8>], elements: usize) -> std::result::Result<(), ep_codec::Error> {
         for bytes in saved {
-            // The length that a stream states is not trusted with an allocation: decoding refuses any other.
+            // Allocates the expected length, not the length that the stream states: decoding refuses any other length.
             let mut weights = vec![T::from_f32(0.0); elements];
             WeightDecoder::new(elements).decode(bytes, None, &mut weights)?;
             self.learn(SharedExpert::from_weights(weights)?);
@@ -208,7 +209,7 @@ impl<T: Weight> SharedExperts<T> {
     }
 }
 
-/// Weights as they are.
+/// A stream of the weights, uncompressed.
 fn complete<T: Weight>(weights: &[T]) -> Vec<u8> {
     let mut bytes = Vec::new();
     let encoded = WeightEncoder::new(WeightCodec::Exact, weights.len())

@@ -1,4 +1,4 @@
-//! Whole migrations of several ranks on threads, against a plain computation of what they should give.
+//! Whole migrations of several ranks on threads, compared with a plain computation of the results.
 
 mod faults;
 mod training;
@@ -54,7 +54,7 @@ pub(crate) fn numbers<T: Weight>(seed: [u64; 4], count: usize) -> Vec<T> {
     (0..count).map(|_| T::from_f32(random.random_range(-1.0f32..1.0))).collect()
 }
 
-/// A carrier with a bug: it panics once, on the first thread whose name begins so.
+/// A carrier with a bug: it panics once, on the first thread whose name begins with `thread`.
 #[derive(Debug, Clone)]
 pub(crate) struct Panicking<C> {
     of: C,

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use ep::{EnvironmentError, Result};
 
-/// How long a rank that closes waits for its peers to read why.
+/// How long a rank that closes after an error waits for its peers to read the reason.
 pub(crate) const GRACE: Duration = Duration::from_secs(1);
 
 #[cfg(test)]
@@ -56,7 +56,8 @@ fn panicked(thread: &str, panic: &(dyn Any + Send)) -> EnvironmentError {
     )
 }
 
-/// Joins the threads that end within [`GRACE`], which is for all of them. Called after they were told to end.
+/// Joins the threads that end within [`GRACE`], a bound on the wait for all of them together. Called after the threads
+/// were told to end.
 pub(crate) fn join_within_grace(threads: impl Iterator<Item = JoinHandle<()>>) {
     let (started, own) = (Instant::now(), std::thread::current().id());
     for thread in threads {

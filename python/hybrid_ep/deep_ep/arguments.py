@@ -22,7 +22,7 @@ def indices_to_map(
     """Converts a top-k routing to a routing map and dense weights.
 
     A negative index names no expert. On the CPU an index past the last expert is an error; on a GPU it names no expert,
-    because reading it on the host would wait. If a row names an expert twice, the weights are added.
+    because the host would wait for the GPU to read it. If a row names an expert twice, the weights are added.
 
     Args:
         topk_idx: Integer [tokens, K].
@@ -72,7 +72,7 @@ def fresh_routing(
     probs: Tensor | None,
     num_experts: int,
 ) -> dict[str, Any]:
-    """Selects the routing of a new layout: `routing_map` before `topk_idx`, and `probs` before `topk_weights`."""
+    """Selects the routing of a new layout: prefers `routing_map` to `topk_idx`, and `probs` to `topk_weights`."""
     if routing_map is not None:
         return {"routing_map": routing_map, "probs": probs}
     if topk_idx is None:

@@ -1,7 +1,7 @@
 """The settings objects of a `HybridEPBuffer`.
 
-Programs read them to decide whether to make another buffer, and print them. They size no memory and select no kernel:
-buffers grow on demand, and kernels are compiled for what a call needs.
+Programs print these settings, and read them to decide whether to make another buffer. The settings size no memory and
+select no kernel: buffers grow on demand, and kernels are compiled for what a call needs.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from types import SimpleNamespace
 
-# The largest value of DeepEP's type for it.
+# The largest value of DeepEP's type for `max_num_of_tokens_per_rank`.
 NO_MAXIMUM = 2**31 - 1
 
 

@@ -60,7 +60,7 @@ def parse(handle: Any, kind: type[AnyHandle]) -> AnyHandle:
         kind: `PlainHandle` or `PermutedHandle`.
 
     Raises:
-        CallerError: It is not a handle of that kind.
+        CallerError: `handle` is not a handle of that kind.
     """
     if isinstance(handle, kind):
         return handle

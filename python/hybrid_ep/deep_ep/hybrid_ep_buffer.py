@@ -45,7 +45,7 @@ Result = TypeVar("Result")
 
 
 def _without_gradients(call: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """As `torch.no_grad`, but free where gradients are off already, as in an autograd function."""
+    """Like `torch.no_grad`, but without cost if gradients are already off, as in an autograd function."""
 
     @functools.wraps(call)
     def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
@@ -66,7 +66,7 @@ class HybridEPBuffer:
 
     Args:
         group: The ranks.
-        hidden_dim: Not a limit: any call may have another hidden size.
+        hidden_dim: Not a limit: any call may have a different hidden size.
         max_num_of_tokens_per_rank: Not a limit: any call may have more tokens.
         num_local_experts: Experts of each rank, for calls that do not give the number of experts.
         use_fp8: The default of `use_fp8` in dispatches: bfloat16 tokens are quantized in flight.
@@ -82,10 +82,11 @@ class HybridEPBuffer:
         num_of_hybrid_ep_ranks_per_nvlink_domain: The ranks of each NVLink domain. Default: all
             ranks. As in DeepEP, NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN in the environment overrides it. On GPUs with
             several domains, HYBRID_EP_TRANSPORT must be `tcp`, or `shm` on one machine.
-        use_mnnvl: No effect: detected.
+        use_mnnvl: No effect: the package detects MNNVL.
 
     Raises:
-        CallerError: The ranks cannot be split into domains of the given size, or the environment variable is no number.
+        CallerError: The ranks cannot be split into domains of the given size, or the environment variable is not a
+            number.
 
     Example:
         >>> buffer = HybridEPBuffer(group, hidden_dim=512, max_num_of_tokens_per_rank=128, num_local_experts=4)
@@ -172,7 +173,7 @@ class HybridEPBuffer:
         return HybridEpConfigInstance(**settings | kwargs)
 
     def empty_jit_cache(self) -> None:
-        """Deletes the compiled kernels on disk, also those of this user's other programs.
+        """Deletes the compiled kernels on disk, including those of this user's other programs.
 
         Kernels are compiled again when needed. Stale kernels cannot occur: the key of each contains all that it depends
         on.
@@ -219,7 +220,7 @@ class HybridEPBuffer:
 
         Raises:
             CallerError: The arguments do not fit, or a CUDA graph is being captured and no handle is given.
-            PeerError: Another rank died, left, failed, stalled or came late.
+            PeerError: Another rank died, left, failed, stalled or was late.
         """
         tokens = Tokens(hidden, scaling_factor, self.use_fp8)
         if handle is not None:
@@ -261,7 +262,7 @@ class HybridEPBuffer:
 
         Raises:
             CallerError: The arguments do not fit.
-            PeerError: Another rank died, left, failed, stalled or came late.
+            PeerError: Another rank died, left, failed, stalled or was late.
         """
         made = parse(handle, PlainHandle)
         end = made.buffer._end
@@ -320,7 +321,7 @@ class HybridEPBuffer:
 
         Raises:
             CallerError: The arguments do not fit, or a CUDA graph is being captured and the call would wait.
-            PeerError: Another rank died, left, failed, stalled or came late.
+            PeerError: Another rank died, left, failed, stalled or was late.
         """
         non_blocking = _deprecated(non_blocking, num_dispatched_tokens, use_host_meta)
         tokens = Tokens(hidden, scaling_factor, self.use_fp8 if use_fp8 is None else use_fp8)
@@ -378,7 +379,7 @@ class HybridEPBuffer:
 
         Raises:
             CallerError: The arguments do not fit.
-            PeerError: Another rank died, left, failed, stalled or came late.
+            PeerError: Another rank died, left, failed, stalled or was late.
         """
         _deprecated(False, num_dispatched_tokens, None)
         made = parse(handle, PermutedHandle)

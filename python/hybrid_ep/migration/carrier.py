@@ -8,14 +8,15 @@ How gloo behaves, and what follows (PyTorch 2.11):
 - A receive counts as complete only after a wait for it, so transfers cannot be polled.
 - A wait that ends by its timeout closes the connections to all ranks of the group, which ends all other waits. So waits
   have no timeout, and `abort` is a wait with a short one.
-- A message that is longer than its receive ends the process; a shorter one leaves the rest as it was. The engine learns
-  the length from a header of fixed size, and never posts a receive that a correct peer's message would not fit.
+- A message that is longer than its receive ends the process; a shorter one leaves the rest of the memory unchanged. The
+  engine learns the length from a header of fixed size, and never posts a receive that a correct peer's message would
+  not fit.
 - A message leaves only when the sender knows of its receive. The engine therefore posts receives ahead.
 - `torch.distributed.new_group` names a group by counters of the process, which differ between the ranks of a program in
   which some ranks are in more groups than others; groups that do not agree on their name never connect. So this module
   makes the backend itself, in a part of the store that belongs to this meeting. `torch.distributed` does not know of
-  it, and a program that destroys its groups before it closes the carrier ends.
-- The memory of a send must live until the receiver has taken it. One thread waits for sends, and frees them.
+  it, and a program that destroys its groups before it closes the carrier still ends.
+- The memory of a send must live until the receiver has taken it. One thread waits for sends, and frees their memory.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ __all__ = ["GlooCarrier", "GlooGroup", "connect"]
 
 # The tag of the receive that `abort` posts; lanes are the tags below it.
 _ABORT = 1000
-# Gloo has no wait without end. Sends wait as long as the group lives.
+# Gloo has no wait without a timeout. Sends wait as long as the group lives.
 _ENDLESS = timedelta(days=365)
 
 
@@ -64,7 +65,7 @@ def connect(meeting: Meeting) -> GlooGroup:
     """Connects the ranks of a meeting to each other.
 
     Raises:
-        PeerError: A rank did not come in time.
+        PeerError: A rank did not join in time.
         SetupError: The ranks met, but could not connect.
     """
     # Gloo does not say which rank is missing. The meeting does.
@@ -95,7 +96,7 @@ class GlooCarrier:
         self._peers = [rank for rank in domain if rank != domain[group.rank()]]
         self._ended = False
         self._sends: queue.SimpleQueue[_Send | None] = queue.SimpleQueue()
-        # The thread must not hold the carrier: then a carrier that is dropped without `close` would live for ever.
+        # The thread must not hold the carrier: otherwise a carrier that is dropped without `close` would live forever.
         self._waiter = threading.Thread(
             target=_wait_for_sends, args=(self._sends,), name="hybrid_ep carrier", daemon=True
         )
@@ -111,7 +112,7 @@ class GlooCarrier:
             data: The message; it is copied.
 
         Returns:
-            What waits until the message is sent. It need not be waited for.
+            A transfer, whose `wait` returns when the message is sent. Calling `wait` is optional.
 
         Raises:
             ConnectionError: The connection to the peer is closed.
@@ -129,10 +130,10 @@ class GlooCarrier:
         Args:
             peer: The sending rank.
             lane: 0 to 4.
-            capacity: The most bytes of the message.
+            capacity: The maximum number of bytes of the message.
 
         Returns:
-            What waits for the message. Its `wait` takes the length, which gloo does not tell, and returns the message.
+            A transfer, whose `wait` takes the length, which gloo does not report, and returns the message.
 
         Raises:
             ConnectionError: The connection to the peer is closed.
@@ -180,7 +181,7 @@ def _wait_for_sends(sends: queue.SimpleQueue[_Send | None]) -> None:
 
 
 def _tensor(memory: bytearray) -> Tensor:
-    """The memory as a tensor, which keeps it."""
+    """Returns the memory as a tensor, which keeps the memory alive."""
     return torch.frombuffer(memory, dtype=torch.uint8) if memory else torch.empty(0, dtype=torch.uint8)
 
 

@@ -1,8 +1,8 @@
 """`DenseGradients`: the reduction of dense gradients over all ranks, through a codec between datacenters.
 
 Gradients are packed into buckets, in the reverse order of the parameters, which is about the order in which a backward
-pass completes them. Once a module was reduced, hooks begin each bucket as soon as a backward pass has completed it and
-all buckets before it, so that buckets travel while the pass goes on.
+pass completes them. Once a module has been reduced, hooks begin each bucket as soon as a backward pass has completed it
+and all buckets before it, so that buckets travel while the pass goes on.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ __all__ = ["BUCKET_BYTES", "SECOND_PASS", "DenseGradients"]
 BUCKET_BYTES = 4 << 20
 # f16 is sent as f32: the codecs know two types.
 _WIDE = {torch.float32: True, torch.float16: True, torch.bfloat16: False}
-# What hooks of dense parameters and of experts say.
+# The error that hooks of dense parameters and of experts raise.
 SECOND_PASS = (
     "a second backward pass after the gradients of this step have left: run all backward passes but the last of a step "
     "inside `with migration.accumulate():`, and call reduce_gradients after the last; after this error, leave the step "
     "out: call discard_gradients, zero_grad and publish on all ranks"
 )
-# Seconds in which news of a fault reach all ranks.
+# Seconds in which news of a fault reaches all ranks.
 _NEWS = 0.5
 
 
@@ -44,7 +44,7 @@ class DenseGradients:
 
     Args:
         group: What `connect` returned for all ranks, used by this object alone.
-        datacenters: The ranks of each datacenter, ascending, in the order in which sums are made.
+        datacenters: The ranks of each datacenter, ascending, in the order in which sums are computed.
         codec: The codec between datacenters.
         timeout: Seconds that a wait for another rank may take.
         run: A number that the ranks agree on.
@@ -98,7 +98,7 @@ class DenseGradients:
         if plan is None:
             plan = self._add(parameters)
         if self._overlapped not in (None, plan):
-            # Ranks have begun different buckets of the other module. All of them forget these.
+            # Ranks may have begun different buckets of the other module. All ranks abandon these buckets.
             self._stop_overlap()
         for bucket in plan.buckets[: plan.begun]:
             bucket.check()
@@ -124,7 +124,7 @@ class DenseGradients:
             self._overlapped = plan
 
     def next_round(self) -> None:
-        """Forgets what was begun and not finished. All ranks call it."""
+        """Abandons the buckets that were begun and not finished. All ranks must call this."""
         self._round += 1
         for plan in self._plans:
             if plan.begun:
@@ -204,7 +204,8 @@ class DenseGradients:
 
     @contextlib.contextmanager
     def explained(self) -> Iterator[None]:
-        """For waits of other parts of a step: names the rank at fault, and tells all ranks, whatever part finds it."""
+        """Wraps waits of other parts of a step: names the rank at fault, and tells all ranks, whichever part finds
+        it."""
         try:
             yield
         except PeerError as error:

@@ -18,14 +18,14 @@ class _Migration(Protocol):
 
 
 class LossGuard:
-    """Watches the training loss, and makes messages complete when it rises: for the codec `delta`.
+    """Watches the training loss, and makes the messages of the codec `delta` complete when the loss rises.
 
     With `delta`, replicas lag behind their owners where weights change fast. The guard smooths the loss, and compares
-    it with the lowest smoothed loss so far. If it is higher by more than `tolerance` standard deviations of the loss
-    for `patience` steps in a row, the next messages are complete. If the loss rises `strikes` times, all later messages
-    are complete: the codec is then `int8`.
+    it with the lowest smoothed loss so far. If the smoothed loss is higher by more than `tolerance` standard deviations
+    of the loss for `patience` steps in a row, the next messages are complete. If the loss rises `strikes` times, all
+    later messages are complete, as those of the codec `int8` are.
 
-    Ranks may decide differently. Pass the loss of all ranks if they shall decide alike.
+    Ranks may decide differently. To make all ranks decide alike, pass the same loss on all of them, such as the mean.
 
     Attributes:
         rises: How often the loss has risen.
@@ -33,9 +33,9 @@ class LossGuard:
     Args:
         migration: The migration whose messages become complete.
         window: The number of steps over which the loss is smoothed.
-        tolerance: Standard deviations by which the smoothed loss may exceed the lowest.
-        patience: Steps in a row after which the loss counts as risen.
-        strikes: Rises after which all messages are complete.
+        tolerance: The number of standard deviations by which the smoothed loss may exceed the lowest smoothed loss.
+        patience: The number of consecutive steps after which the loss counts as risen.
+        strikes: The number of rises after which all messages are complete.
 
     Raises:
         CallerError: A number is not positive.
@@ -80,7 +80,8 @@ class LossGuard:
         """
         if self._has_risen(loss):
             self.rises += 1
-            # The smoothed loss starts anew: it is high for some time after what was done about it.
+            # Restarts the smoothing: the loss stays high for some time after complete messages. This is not another
+            # rise.
             self._seen, self._above, self._lowest = 0, 0, math.inf
         elif self.rises < self._strikes:
             return False
@@ -88,7 +89,7 @@ class LossGuard:
         return True
 
     def state_dict(self) -> dict[str, float]:
-        """Returns the state, for a checkpoint: a run that resumes with it decides as an uninterrupted one does."""
+        """Returns the state, for a checkpoint: a run resumed with it decides as an uninterrupted run does."""
         return {name: getattr(self, name) for name in _STATE}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
@@ -98,7 +99,7 @@ class LossGuard:
             state: The state of a guard with the same arguments.
 
         Raises:
-            CallerError: It is not such a state.
+            CallerError: `state` is not such a state.
         """
         if state.keys() != {*_STATE}:
             raise CallerError(f"state: expected {', '.join(_STATE)}, found {', '.join(state) or 'nothing'}")
@@ -112,10 +113,11 @@ class LossGuard:
         if self._seen == 1:
             self._mean, self._last = loss, loss
             return False
-        # At first the mean of all losses, later an exponential one.
+        # At first the mean of all losses, later an exponential moving average.
         rate = max(self._rate, 1 / self._seen)
         self._mean += rate * (loss - self._mean)
-        # Half the square of the difference of two losses is their variance, also while the loss falls or has risen.
+        # Half the squared difference of successive losses estimates the variance of the noise, even if the loss falls
+        # or rises.
         self._variance += rate * ((loss - self._last) ** 2 / 2 - self._variance)
         self._last = loss
         if self._seen < self._window:

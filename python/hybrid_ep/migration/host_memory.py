@@ -19,7 +19,7 @@ class HostMemory:
     def __init__(self, device: torch.device, copies: bool | None = None) -> None:
         self._pinned = device.type == "cuda"
         self.copies = device.type != "cpu" if copies is None else copies
-        # One for all layers: the engine needs what is read during one call only.
+        # One for all layers: the engine needs the values only during one call.
         self._scratch = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def counterpart(self, tensor: Tensor) -> Tensor:

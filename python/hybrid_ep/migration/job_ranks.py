@@ -15,13 +15,13 @@ _RANK = re.compile(r"\brank (\d+)\b")
 
 
 class JobRanks:
-    """A native buffer, with other numbers of ranks in its errors. Delegates everything else to the buffer.
+    """A native buffer whose errors have the numbers of ranks in the job. Delegates everything else to the buffer.
 
     Args:
         native: The native buffer.
-        ranks: The rank of the job at each place of the buffer.
-        explained: Inside what it returns a `PeerError` is raised. It may raise another one instead, of a rank that the
-            buffer does not have, and tells the ranks of other buffers.
+        ranks: For each rank of the buffer, its number in the job.
+        explained: Makes the context manager inside which a `PeerError` is raised. The context manager tells the ranks
+            of other buffers, and may raise a different `PeerError` instead, about a rank that the buffer does not have.
     """
 
     def __init__(

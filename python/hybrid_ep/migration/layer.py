@@ -28,9 +28,9 @@ class HybridExperts(GroupedExperts):
     Attributes:
         gate_up: Parameter [experts, hidden, 2 * intermediate]; all experts if it is a `DTensor`, else this rank's own.
         down: Parameter [experts, intermediate, hidden], likewise.
-        working: [held experts, elements], what the layer computes with: a copy of the own experts, then the replicas in
-            the order of their owners. A row is an expert: `gate_up`, then `down`. Not a parameter; its gradient goes to
-            the owners.
+        working: [held experts, elements], what the layer computes with: a copy of this rank's own experts, then the
+            replicas in the order of their owners. A row is an expert: `gate_up`, then `down`. Not a parameter; its
+            gradient goes to the owners.
         replica_steps: The step of the weights of each peer, in rank order.
 
     Args:
@@ -41,7 +41,7 @@ class HybridExperts(GroupedExperts):
         working_dtype: The type of `working`: float32 or bfloat16. Default: `dtype`.
 
     Raises:
-        CallerError: `working_dtype` is another type, or the migration has begun its first step.
+        CallerError: `working_dtype` is not one of these types, or the migration has begun its first step.
     """
 
     replica_steps: list[int]
@@ -67,7 +67,7 @@ class HybridExperts(GroupedExperts):
         held = len(migration.held_experts)
         shape = (held, 3 * hidden * intermediate)
         self.working = torch.zeros(shape, dtype=working_dtype, device=device, requires_grad=True)
-        # Where the engine decodes them. The codec `delta` changes what is there.
+        # Where the engine decodes replicas. The codec `delta` changes the values that are there.
         self.host_replicas = migration.host_memory.counterpart(self.replicas())
         self.gathered = -1
         # The gradient that has left in this step, and its version.
@@ -99,7 +99,7 @@ class HybridExperts(GroupedExperts):
         """
         self.migration.gather(self._index)
         hidden, intermediate = self._shape
-        # Separate tensors for each expert: the gradients of slices of one tensor would each be as large as it.
+        # Separate tensors for each expert: the gradients of slices of one tensor would each be as large as the tensor.
         halves = [row.split([2 * hidden * intermediate, hidden * intermediate]) for row in self.working.unbind(0)]
         gate_up = [first.view(hidden, 2 * intermediate) for first, _ in halves]
         down = [second.view(intermediate, hidden) for _, second in halves]
@@ -125,7 +125,7 @@ class HybridExperts(GroupedExperts):
         if self.migration.host_memory.copies:
             self.replicas().copy_(self.host_replicas)
         else:
-            # The engine wrote to the tensor. A backward pass through an older forward pass must not go unnoticed.
+            # The engine wrote to the tensor. Autograd must notice a backward pass through an older forward pass.
             torch.autograd.graph.increment_version(self.working)
 
     @property
@@ -156,7 +156,7 @@ class HybridExperts(GroupedExperts):
         return self._gradient()[self._own :]
 
     def _gradient(self) -> Tensor:
-        # No token of this rank's dispatch group came here, or no backward pass did.
+        # It is None if no token of the dispatch group came to this rank, or if no backward pass was run.
         if self.working.grad is None:
             self.working.grad = torch.zeros_like(self.working)
         elif not self.working.grad.is_contiguous():
@@ -202,7 +202,7 @@ class HybridExperts(GroupedExperts):
         gate_up, down = self.working.detach().clone().split([2 * hidden * intermediate, hidden * intermediate], dim=1)
         gate_up = gate_up.reshape(-1, hidden, 2 * intermediate).to(self.gate_up.dtype)
         down = down.reshape(-1, intermediate, hidden).to(self.down.dtype)
-        # The parameters, which may be more precise than the copy.
+        # This rank's experts come from the parameters, which may be more precise than the copy.
         gate_up[: self._own], down[: self._own] = local_part(self.gate_up), local_part(self.down)
         return {"gate_up": gate_up, "down": down, "expert_ids": torch.tensor(self.migration.held_experts)}
 
@@ -241,7 +241,7 @@ class HybridMoELayer(MoELayer):
 
     Forward and backward are collective in the dispatch group. The first forward pass after a `publish` waits for the
     weights of the peers in other datacenters. Parameters of experts hold this rank's own experts, and work with
-    `clip_gradients`, state dicts and `torch.distributed.checkpoint` as those of `MoELayer`. With the same seed both
+    `clip_gradients`, state dicts and `torch.distributed.checkpoint` like those of `MoELayer`. With the same seed both
     layers start with the same weights.
 
     Attributes:
@@ -287,7 +287,7 @@ class HybridMoELayer(MoELayer):
         dtype: torch.dtype | None = None,
         working_dtype: torch.dtype | None = None,
     ) -> None:
-        # The parts draw their weights in the order of MoELayer's.
+        # The parts draw their weights in the same order as those of MoELayer.
         nn.Module.__init__(self)
         device = migration.buffer.device
         self.router = Router(

@@ -28,8 +28,8 @@ class ExpertDomains:
         dispatch_groups (tuple[tuple[int, ...], ...]): The ranks of each dispatch group, by position.
         datacenters (tuple[tuple[int, ...], ...]): The ranks of each datacenter, ascending. Dense gradients are summed
             inside each of them first, then between them in this order.
-        stages (tuple[tuple[int, ...], ...]): The ranks of the job in each pipeline stage, ascending. The groups are
-            those of one stage: rank 0 is its first rank. One stage of all ranks, unless `from_file` read others.
+        stages (tuple[tuple[int, ...], ...]): The ranks of the job in each pipeline stage, ascending. The groups
+            number the ranks of one stage from 0. There is one stage of all ranks, unless `from_file` reads others.
 
     Args:
         expert_domains: The ranks of each expert domain, in any order.
@@ -62,7 +62,7 @@ class ExpertDomains:
             if not all(groups):
                 raise CallerError(f"{name}: a group has no rank, found {_lists(groups)}")
             if sorted(rank for group in groups for rank in group) != [*range(self.ranks)] or not self.ranks:
-                raise CallerError(f"{name}: must have each rank from 0 on once, found {_lists(groups)}")
+                raise CallerError(f"{name}: must have each rank exactly once, numbered from 0, found {_lists(groups)}")
         self._domain_of = {rank: at for at, domain in enumerate(self.expert_domains) for rank in domain}
         self._group_of = {rank: at for at, group in enumerate(self.dispatch_groups) for rank in group}
         for group in self.dispatch_groups:
@@ -77,9 +77,9 @@ class ExpertDomains:
     def uniform(cls, *, ranks: int, datacenters: int) -> ExpertDomains:
         """Makes the plan in which tokens stay inside a datacenter.
 
-        Datacenter `c` has the ranks from `c * (ranks // datacenters)` on. An expert domain has the ranks of equal
-        index in all datacenters; a dispatch group is a datacenter. `datacenters=1` is expert parallelism without
-        migration.
+        Datacenter `c` has `ranks // datacenters` consecutive ranks, the first of which is `c * (ranks // datacenters)`.
+        An expert domain has the ranks of equal index in all datacenters; a dispatch group is a datacenter.
+        `datacenters=1` is expert parallelism without migration.
 
         Args:
             ranks: The number of ranks.
@@ -114,7 +114,7 @@ class ExpertDomains:
             The plan.
 
         Raises:
-            CallerError: The file is not such a file, its groups do not fit, or the plan has several EP groups in a
+            CallerError: The file does not have this form, its groups do not fit, or the plan has several EP groups in a
                 stage or tensor parallelism, which are not implemented.
             OSError: The file cannot be read.
         """
@@ -219,7 +219,7 @@ _LAYOUT = {
 
 
 def _stages_of(layout: Any, plan: ExpertDomains) -> tuple[tuple[int, ...], ...]:
-    """The ranks of each stage. Refuses a plan that the runtime cannot execute. A forward pass has no layout."""
+    """The ranks of each stage. Refuses a plan that the runtime cannot execute. A forward plan has no layout."""
     if layout is None:
         return plan.stages
     for key, (what, remedy) in _LAYOUT.items():

@@ -45,8 +45,8 @@ _Span: TypeAlias = tuple[int, int]
 
 
 class Engine(Protocol):
-    """What moves weights and gradients: `_native.Migration`. A span is the address and the bytes of a contiguous CPU
-    tensor. All calls may raise `PeerError`, and then raise it again."""
+    """What moves weights and gradients: `_native.Migration`. A span is the address of a contiguous CPU tensor, and its
+    number of bytes. All calls may raise `PeerError`, and then raise it again."""
 
     def publish(self, layer: int, weights: _Span) -> None: ...
     def start_over(self) -> None: ...
@@ -59,7 +59,7 @@ class Engine(Protocol):
 
 
 class Ownership(Shared):
-    """Which experts a rank owns, in the form in which `GroupedExperts` asks a buffer for it."""
+    """Which experts a rank owns, with the attributes of a buffer that `GroupedExperts` reads."""
 
     def __init__(self, plan: ExpertDomains, num_experts: int, group: dist.ProcessGroup, device: torch.device) -> None:
         self.num_experts = num_experts
@@ -79,8 +79,8 @@ class Ownership(Shared):
 class ExpertMigration(Shared):
     """Moves the weights and gradients of experts between datacenters.
 
-    Make it on all ranks, then the layers (`HybridMoELayer`), in the same order on all ranks. The constructor,
-    `publish`, `reduce_gradients` and every pass through a layer are collective.
+    Make the migration on all ranks, then the layers (`HybridMoELayer`), in the same order on all ranks. The
+    constructor, `publish`, `reduce_gradients` and every pass through a layer are collective.
 
     A step is: forward and backward passes, `reduce_gradients`, the optimizer's step, `publish`. The first forward pass
     publishes if nothing was published before.
@@ -104,7 +104,7 @@ class ExpertMigration(Shared):
         shared_refresh: With the codec "shared": the number of steps between two shared experts.
         timeout: Seconds that a wait for another rank's weights or gradients may take. An error comes at most a second
             later.
-        group: The ranks of the plan: of a job with pipeline stages, those of this rank's stage. Default: the default
+        group: The ranks of the plan: in a job with pipeline stages, those of this rank's stage. Default: the default
             process group.
         domains: As for `Buffer`: the number of NVLink domains that a dispatch group spans.
         device: The device of all tensors: the CPU or a CUDA device, as for `Buffer`. Weights and gradients of a GPU are
@@ -127,7 +127,7 @@ class ExpertMigration(Shared):
         >>> migration.publish()
     """
 
-    # Tests replace both. The second one says whether tensors on the CPU are copied as those of a GPU are.
+    # Tests replace both. `_copies` says whether tensors on the CPU are copied as those of a GPU are.
     _make_engine: Callable[[_native.MigrationSettings, _native.Carrier, bytes | None], Engine] = _native.Migration
     _copies: bool | None = None
 
@@ -159,16 +159,14 @@ class ExpertMigration(Shared):
             if plan.ranks != group.size():
                 stages = len(plan.stages)
                 remedy = (
-                    f"; it is that of one of {stages} pipeline stages: pass group=, this stage's ranks"
-                    if stages > 1
-                    else ""
+                    f"; the plan has {stages} pipeline stages: pass group=, this stage's ranks" if stages > 1 else ""
                 )
                 raise CallerError(f"plan: is for {plan.ranks} ranks, and the group has {group.size()}{remedy}")
             ranks = tuple(dist.get_process_group_ranks(group))
             if len(plan.stages) > 1 and ranks not in plan.stages:
                 raise CallerError(
-                    f"group: has ranks {[*ranks]}, which are no pipeline stage of the plan; pass those of this rank's "
-                    "stage, plan.stages[plan.stage_of(rank)]"
+                    f"group: has ranks {[*ranks]}, which are not a pipeline stage of the plan; pass those of this "
+                    "rank's stage, plan.stages[plan.stage_of(rank)]"
                 )
             if num_experts < 1 or num_experts % plan.ranks:
                 raise CallerError(
@@ -198,12 +196,12 @@ class ExpertMigration(Shared):
         self._weights, self._gradients, self._depth, self._staleness = weights, gradients, depth, staleness
         self._shared_refresh, self._timeout = shared_refresh, timeout
         self._group, self._dense_codec = group, dense_gradients
-        # The number keeps what gloo leaves in the store away from a later group that has the same place in it.
+        # The number is unique, so that a later group does not find what gloo has left in the store.
         place = f"migration {self._run}"
         self.ownership = Ownership(plan, num_experts, group, where)
         self.host_memory = HostMemory(where, self._copies)
         self._domain = plan.domain_of(self.rank)
-        # All ranks first, so that a missing one is named by its number among all.
+        # All ranks connect first, so that the error about a missing rank has its number among all ranks.
         everyone = connect(meeting.among(f"{place}/all ranks", range(plan.ranks)))
         self._domain_group = connect(meeting.among(f"{place}/expert domain", self._domain))
         self._dense = DenseGradients(everyone, plan.datacenters, dense_gradients, timeout, self._run)
@@ -290,7 +288,7 @@ class ExpertMigration(Shared):
         all_own = [experts.refresh() for experts in self._layers]
         if engine is not None and self._weights != "exact":
             for index, own in enumerate(all_own):
-                # Before the first message: all layers must be in the same step.
+                # Checks before the first message, because all layers must be in the same step.
                 if not own.isfinite().all():
                     raise CallerError(f"weights of layer {index} are not finite; nothing was sent")
         for index, (experts, own) in enumerate(zip(self._layers, all_own, strict=True)):
@@ -329,14 +327,14 @@ class ExpertMigration(Shared):
     def discard_gradients(self) -> None:
         """Forgets the gradients of experts since the last `reduce_gradients`.
 
-        `zero_grad` of a model or an optimizer does not: before `reduce_gradients` these gradients are not those of
-        parameters. Call both to leave out micro-batches.
+        `zero_grad` of a model or an optimizer does not do this: before `reduce_gradients` these gradients are not those
+        of parameters. Call both to leave out micro-batches.
 
         If gradients have left, which they do in a backward pass outside of `accumulate`, the step is left out: call
         this on all ranks, and then `publish`, without another backward pass or `reduce_gradients` before it.
         """
         if self._dense.has_left or any(experts.sent for experts in self._layers):
-            # They are kept until `publish`, so that a further backward pass finds that they have left.
+            # Keeps the gradients until `publish`, so that a further backward pass finds that they have left.
             self._discarded = True
             return
         for experts in self._layers:
@@ -344,7 +342,7 @@ class ExpertMigration(Shared):
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
-        """Keeps gradients on this rank: for the backward passes of all micro-batches of a step but the last.
+        """Keeps gradients on this rank: for the backward passes of all micro-batches of a step except the last.
 
         Example:
             >>> with migration.accumulate():
@@ -371,10 +369,10 @@ class ExpertMigration(Shared):
             op: "mean" or "sum".
 
         Raises:
-            CallerError: `op` is neither, a gradient has changed since it left, a gradient is not finite and the codec
-                is lossy, a dense gradient has a type that cannot be reduced, the gradients of this step were reduced or
-                discarded before, or, in the first call for a module, a dense parameter, a setting of a layer, or the
-                shape or type of a parameter is not equal on all ranks.
+            CallerError: `op` is neither "mean" nor "sum", a gradient has changed since it left, a gradient is not
+                finite and the codec is lossy, a dense gradient has a type that cannot be reduced, the gradients of this
+                step were reduced or discarded before, or, in the first call for a module, a dense parameter, a setting
+                of a layer, or the shape or type of a parameter is not equal on all ranks.
             PeerError: Another rank died, failed or is late.
         """
         if op not in ("mean", "sum"):
@@ -420,7 +418,7 @@ class ExpertMigration(Shared):
         named = {name: parameter for name, parameter in module.named_parameters() if id(parameter) in dense}
         facts = facts_of(module, {id(parameter) for parameter in expert_parameters(module)}, dense=True)
         own = [digest_of(facts), *(sums_of_bits(named.values()).tolist() if named else [])]
-        # Not by a collective of the group, whose wait for a lost rank may take 30 minutes.
+        # Does not use a collective of the group, whose wait for a lost rank may take 30 minutes.
         meeting = Meeting.of(self._group, "first reduction of the module")
         meeting.timeout, meeting.check = self._timeout, self._dense.check
         with self._dense.explained():
@@ -437,7 +435,7 @@ class ExpertMigration(Shared):
         self._begun.add(module)
 
     def _check_peers(self, waited_for: str, waited: float, has_failed: bool) -> None:
-        """Checks the other ranks during a wait for a collective of PyTorch, as `Buffer._check_peers`.
+        """Checks the other ranks during a wait for a collective of PyTorch, like `Buffer._check_peers`.
 
         Raises:
             PeerError: A rank died, left, failed, stalled or is late.
@@ -471,7 +469,7 @@ class ExpertMigration(Shared):
         """Sends the gradients of a layer, unless more micro-batches follow. A hook of the backward pass."""
         experts = self._layers[index]
         if experts.sent or self._discarded:
-            # Also inside `accumulate`: the owners do not get what this pass has added.
+            # An error even inside `accumulate`: the owners do not get what this pass has added.
             raise CallerError(SECOND_PASS)
         if not self._accumulating:
             with self._dense.explained():
@@ -517,7 +515,7 @@ class ExpertMigration(Shared):
     # ---- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what a checkpoint of this rank needs beside the state dicts of model and optimizer.
+        """Returns what a checkpoint of this rank needs besides the state dicts of model and optimizer.
 
         Call it between the optimizer's step and `publish`. A rank loads what it saved itself.
 
@@ -535,7 +533,7 @@ class ExpertMigration(Shared):
             "rank": self.rank,
             "stage": self._stage,
             "step": self._step,
-            # torch.load(weights_only=True) takes tensors. An empty buffer cannot become one.
+            # torch.load(weights_only=True) accepts tensors. `frombuffer` refuses an empty buffer.
             "codecs": torch.frombuffer(bytearray(state), dtype=torch.uint8) if state else torch.zeros(0).byte(),
             "dense": self._dense.state(),
         }
@@ -579,9 +577,10 @@ class ExpertMigration(Shared):
         return {**self._dense.stats(), **({} if self._engine is None else self._engine.stats())}
 
     def close(self) -> None:
-        """Leaves, when all ranks of the expert domain do. Call it before `torch.distributed.destroy_process_group`.
+        """Leaves together with all ranks of the expert domain. Call this method before
+        `torch.distributed.destroy_process_group`.
 
-        It waits up to `timeout` for ranks that have not called it. A second call does nothing.
+        The method waits up to `timeout` for ranks that have not called it. A second call does nothing.
         """
         self._close(at_once=False)
 
@@ -629,7 +628,7 @@ def _span(tensor: Tensor) -> _Span:
 
 
 def _agree(meeting: Meeting, settings: dict[str, Any]) -> int:
-    """Checks that all ranks passed the same arguments. Returns a number that is the same on all ranks, and new."""
+    """Checks that all ranks passed the same arguments. Returns a new number, the same on all ranks."""
     own = json.dumps([settings, secrets.randbits(63)]).encode()
     found = [json.loads(one) for one in meeting.all_gather(own)]
     first: dict[str, Any]

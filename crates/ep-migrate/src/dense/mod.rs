@@ -8,7 +8,7 @@
 //!                                               of the share share       datacenter
 //! ```
 //!
-//! Buckets pass through these stages one behind the other, so that the link between datacenters carries one while the next is summed.
+//! The stages form a pipeline: the link between datacenters carries one bucket while the next one is summed inside.
 
 mod plan;
 mod shares;
@@ -33,15 +33,16 @@ use crate::inbox::{Call, Window};
 use crate::post::{Post, Resend, Setup};
 use crate::threads::{GRACE, join_within_grace};
 
-/// The stages of a message, in place of the layers of other messages.
+/// The stages. A header of dense gradients has the stage in the field that has the layer in other headers.
 const SCATTER: usize = 0;
 const EXCHANGE: usize = 1;
 const GATHER: usize = 2;
 const STAGES: [&str; 3] =
     ["parts of this datacenter's sum", "sums of other datacenters", "sums over all ranks"];
-/// Receives that are posted ahead for each peer: those of a bucket, and of the next while that one is taken.
+/// Number of receives that are posted ahead for each peer, so that one is posted while the message of the other is
+/// taken.
 const POSTED: usize = 2;
-/// A sequence number is that of a round, and the bucket in its low bits.
+/// A sequence number has the number of the round in its high bits, and the bucket in these low bits.
 const BUCKET_BITS: u32 = 24;
 
 /// The last round that has sequence numbers.
@@ -52,12 +53,13 @@ const LAST_ROUND: u64 = u64::MAX >> BUCKET_BITS;
 pub struct DenseSettings {
     /// The codec between datacenters.
     pub codec: GradientCodec,
-    /// The elements of a bucket up to which receives for its messages are posted before the messages are announced. They take memory
-    /// for two shares of such a bucket, in f32, for each peer. Longer buckets take a round trip more for each message.
+    /// The largest number of elements of a bucket whose messages have receives that are posted before the headers
+    /// arrive. These receives take memory for two shares of such a bucket, in f32, for each peer. Each message of a
+    /// longer bucket takes one more round trip.
     pub regular_elements: usize,
-    /// The longest wait for a peer. An error comes at most a second later, on all ranks.
+    /// The longest wait for a peer. All ranks return an error at most a second later.
     pub timeout: Duration,
-    /// A number that the ranks of a job agree on. Messages with another number are refused.
+    /// A number that the ranks of a job agree on. Messages with a different number are refused.
     pub run: u64,
     /// Lets the program stop a waiting call.
     pub interrupt: Interrupt,
@@ -90,11 +92,11 @@ pub struct Turn {
     pub step: u64,
 }
 
-/// One rank's part in the reduction of dense gradients. The [module](crate) describes what a carrier is.
+/// One rank's part in the reduction of dense gradients. The [crate](crate) describes carriers.
 ///
 /// For each element, in f32: `part = 0`, then `part += gradient` for each rank of a datacenter, ascending; `sum = 0`, then
-/// `sum += decoded(part)` for each datacenter, in their order; `sum` is rounded to the type of the bucket. The results have the
-/// same bits on every rank and in every run.
+/// `sum += decoded(part)` for each datacenter, in the order of [`Datacenters`]; `sum` is rounded to the type of the
+/// bucket. The results have the same bits on every rank and in every run.
 ///
 /// In each round all ranks begin the same buckets in the same order, and then finish them in that order. A
 /// [`Peer`](ep::Error::Peer) error ends the reduction: every later call returns it. Dropping the value [closes](Self::close) it.
@@ -108,7 +110,7 @@ struct Shared {
     codec: GradientCodec,
     interrupt: Interrupt,
     post: Arc<Post>,
-    /// The position of each peer in the post.
+    /// The peers. The index of a peer is its position in `post`.
     peers: Vec<Rank>,
     plans: Mutex<Vec<Arc<BucketPlan>>>,
     line: Mutex<Line>,
@@ -130,19 +132,19 @@ struct Line {
 struct Work {
     plan: Arc<BucketPlan>,
     turn: Turn,
-    /// f32 of this rank's share: its gradient, then the sum of the datacenter, then that of all.
+    /// f32 of this rank's share: its gradient, then the sum of the datacenter, then the sum over all ranks.
     values: Vec<f32>,
 }
 
-/// The streams of this datacenter's sum, by atom.
+/// The streams of this datacenter's sum, one for each atom.
 type Parts = Vec<Vec<u8>>;
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The sequence number of a bucket of a round. That of a round past the last is higher than all others: a plan has fewer
-/// buckets than a round has numbers.
+/// The sequence number of a bucket of a round. A round past the last has `u64::MAX`, which is higher than all others: a
+/// plan has fewer buckets than a round has numbers.
 fn sequence(round: u64, bucket: usize) -> u64 {
     if round > LAST_ROUND { u64::MAX } else { (round << BUCKET_BITS) | bucket as u64 }
 }
@@ -152,7 +154,7 @@ impl Turn {
         sequence(self.round, self.bucket)
     }
 
-    /// The message of a stage.
+    /// Identifies the message of a stage.
     fn call(self, stage: usize) -> Call {
         Call { operator: Operator::Reduce, step: self.sequence(), layer: stage }
     }
@@ -185,7 +187,7 @@ impl DenseReduction {
             return Err(CallerError::Config { key: "regular_elements", value, problem }.into());
         }
         let peers = datacenters.peers();
-        // Receivers know how long a message must be only when they take it.
+        // A receiver knows how long a message must be only when it takes the message.
         let longest = vec![GradientCodec::Exact.max_bytes(Element::F32, most) as u64; STAGES.len()];
         let setup = Setup {
             rank: datacenters.rank(),
@@ -238,7 +240,8 @@ impl DenseReduction {
         Ok(new)
     }
 
-    /// Adds buckets, on all ranks alike, and returns their number. `saved` is what [`save`](Self::save) returned for them.
+    /// Adds a plan, which is a list of buckets, and returns its number. All ranks add the same plans in the same order.
+    /// `saved` is what [`save`](Self::save) returned for this plan.
     ///
     /// # Errors
     /// [`CallerError`] if there are too many buckets, a bucket has too many elements, the codec's density is out of range, or the state
@@ -316,8 +319,8 @@ impl DenseReduction {
         Ok(())
     }
 
-    /// Forgets all buckets of rounds before `round`, begun or not, and what peers send for them. All ranks do so, perhaps at different
-    /// times.
+    /// Forgets all buckets of rounds before `round`, begun or not, and discards what peers send for them. Every rank
+    /// must call this, though not at the same time.
     pub fn abandon(&self, round: u64) {
         let here = &self.shared;
         here.oldest.fetch_max(sequence(round, 0), Ordering::SeqCst);
@@ -336,7 +339,8 @@ impl DenseReduction {
         self.shared.changed.notify_all();
     }
 
-    /// Returns the error of this reduction, if it has one: a thread notices a lost peer before a call needs it.
+    /// Returns the error of this reduction, if it has one. Its threads notice a lost peer even while no call waits for
+    /// that peer.
     ///
     /// # Errors
     /// The error that every later call returns.
@@ -364,7 +368,8 @@ impl DenseReduction {
         self.close_within(self.shared.post.timeout());
     }
 
-    /// As [`close`](Self::close), but waits for the peers a second at most: for a program that ends because of an error.
+    /// Like [`close`](Self::close), but waits at most a second for the peers. For a program that ends because of an
+    /// error.
     pub fn close_at_once(&self) {
         self.close_within(GRACE);
     }
@@ -395,7 +400,7 @@ impl Shared {
         plans.get(plan).cloned().ok_or_else(|| missing.into())
     }
 
-    /// The plan of a turn whose bucket has this type and length.
+    /// The plan of a turn. Returns an error if the bucket of the turn does not have this type and length.
     fn plan<T: Weight>(&self, turn: Turn, elements: usize) -> Result<Arc<BucketPlan>> {
         let plan = self.plan_at(turn.plan)?;
         let Some(held) = plan.buckets.get(turn.bucket) else {
@@ -440,7 +445,7 @@ impl Shared {
         let what =
             || format!("dense gradients of bucket {} from rank {from}: {}", turn.bucket, STAGES[stage]);
         let is_wanted = || turn.sequence() >= self.oldest.load(Ordering::SeqCst);
-        // A peer may have abandoned this round, and sends for the next one, before this rank abandons it.
+        // A peer may abandon this round, and send messages of the next one, before this rank abandons it.
         let is_due = |step: u64| step >> BUCKET_BITS <= turn.round;
         loop {
             let Some(message) = self.post.next_while(turn.call(stage), peer, what, is_wanted, is_due)? else {
@@ -455,12 +460,12 @@ impl Shared {
             }) += bytes;
             drop(traffic);
             match message.header.step {
-                // Of a round that this rank abandoned.
+                // The message belongs to a round that this rank has abandoned.
                 step if step < turn.sequence() => {}
                 step if step == turn.sequence() => return Ok(Some(message.body)),
                 step => {
                     let (round, bucket) = (step >> BUCKET_BITS, step & ((1 << BUCKET_BITS) - 1));
-                    let found = format!("{}: those of bucket {bucket}, round {round} instead", what());
+                    let found = format!("{}: a message of bucket {bucket}, round {round} instead", what());
                     return Err(self.post.undecodable(peer, found));
                 }
             }
@@ -506,7 +511,7 @@ impl Shared {
                 }
             };
             if let Err(error) = stage(work) {
-                // Peers learn of errors of this rank as well.
+                // Also reports the error to the peers, even if it is this rank's own.
                 self.post.fail(error);
                 self.changed.notify_all();
                 return;
@@ -523,7 +528,7 @@ impl Shared {
         self.serve(|line| line.between.pop_front(), |(work, parts)| self.sum_between(work, parts));
     }
 
-    /// Sums this rank's share over its datacenter, and sends the sum to the owners in the others.
+    /// Sums this rank's share over its datacenter, and sends the sum to the owners in the other datacenters.
     fn sum_inside(&self, mut work: Work) -> Result<()> {
         let turn = work.turn;
         if work.values.is_empty() {
@@ -555,7 +560,7 @@ impl Shared {
         Ok(())
     }
 
-    /// Sums this rank's share over the datacenters, and sends the sum to the ranks of its own.
+    /// Sums this rank's share over the datacenters, and sends the sum to the other ranks of this datacenter.
     fn sum_between(&self, work: Work, parts: Parts) -> Result<()> {
         let turn = work.turn;
         let mut values = work.values.clone();
@@ -581,7 +586,8 @@ impl Shared {
                 Element::Bf16 => exact(&values.iter().map(|&value| u16::from_f32(value)).collect::<Vec<_>>()),
             };
             let body = body.map_err(|error| turn.refused(error.to_string()))?;
-            // This rank takes what the others decode, to the sign of a zero.
+            // This rank uses the values that the others decode, so that all ranks have the same bits, even the sign of
+            // a zero.
             values.fill(0.0);
             add_gradient(&body, &mut values).map_err(|error| turn.refused(error.to_string()))?;
             for &rank in self.datacenters.inside().iter().filter(|&&rank| rank != self.datacenters.rank()) {
@@ -610,7 +616,7 @@ impl Shared {
                 self.changed.wait_timeout(line, Interrupt::EVERY).unwrap_or_else(PoisonError::into_inner);
             line = next;
             if self.interrupt.is_set() {
-                // The question runs code of the program, which may call this library.
+                // `asked` runs code of the program, which may call this library: the lock must be free.
                 drop(line);
                 if self.interrupt.asked() {
                     let (operator, rank) = (Operator::Reduce, self.datacenters.rank());
@@ -623,7 +629,7 @@ impl Shared {
     }
 }
 
-/// A stream of elements as they are.
+/// A stream that holds the elements unchanged.
 fn exact<T: Weight>(elements: &[T]) -> Result<Vec<u8>, ep_codec::Error> {
     let mut bytes = Vec::new();
     GradientEncoder::new(GradientCodec::Exact, elements.len())?.encode(elements, &mut bytes)?;

@@ -15,7 +15,7 @@ use crate::state::{Saved, damaged};
 pub struct Bucket {
     /// Number of elements.
     pub elements: usize,
-    /// Their type. Sums are made in f32 in either case.
+    /// Type of the elements. Sums are computed in f32 for every type.
     pub element: Element,
 }
 
@@ -23,12 +23,12 @@ pub(crate) struct BucketPlan {
     pub(crate) buckets: Vec<Held>,
 }
 
-/// A bucket as this rank sees it.
+/// A bucket, and this rank's share of it.
 pub(crate) struct Held {
     pub(crate) elements: usize,
     pub(crate) element: Element,
     atoms: Vec<Atom>,
-    /// By atom.
+    /// One for each atom.
     encoders: Mutex<Vec<GradientEncoder>>,
 }
 
@@ -81,7 +81,7 @@ impl BucketPlan {
         saved.to_bytes()
     }
 
-    /// Whose state it is, as text that an error can quote.
+    /// The rank, datacenters, codec and buckets of the state, as text that an error can quote.
     fn identity(&self, datacenters: &Datacenters, codec: GradientCodec) -> String {
         let ranks = |ranks: &Vec<Rank>| ranks.iter().map(ToString::to_string).collect::<Vec<_>>().join(",");
         let members: Vec<String> = datacenters.members().iter().map(ranks).collect();
@@ -101,7 +101,7 @@ impl Held {
         self.atoms.first().map_or(0, |atom| atom.elements.start)
     }
 
-    /// Encodes this rank's share of the sum of its datacenter. Returns a stream for each atom.
+    /// Encodes the sum of this datacenter over this rank's share. Returns a stream for each atom.
     pub(crate) fn encode(&self, sum: &[f32], turn: Turn) -> Result<Parts> {
         let mut encoders = self.encoders.lock().unwrap_or_else(PoisonError::into_inner);
         let mut encoded = Vec::new();
@@ -119,7 +119,7 @@ impl Held {
         Ok(encoded)
     }
 
-    /// The owners in a datacenter of parts of this rank's share, and the atoms of each.
+    /// The ranks of a datacenter that own parts of this rank's share, and the atoms that each of them owns.
     pub(crate) fn atoms_by_owner(&self, datacenter: usize) -> Vec<(Rank, Range<usize>)> {
         let mut found: Vec<(Rank, Range<usize>)> = Vec::new();
         for (at, atom) in self.atoms.iter().enumerate() {
@@ -132,7 +132,7 @@ impl Held {
         found
     }
 
-    /// The parts of this rank's share that these atoms are.
+    /// The parts of `values`, which is this rank's share, that belong to these atoms.
     pub(crate) fn split<'v>(&self, mut values: &'v mut [f32], atoms: Range<usize>) -> Vec<&'v mut [f32]> {
         let first = self.atoms[atoms.start].elements.start - self.start();
         values = &mut values[first..];

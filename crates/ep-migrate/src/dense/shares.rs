@@ -20,19 +20,19 @@ pub struct Datacenters {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Atom {
     pub(crate) elements: Range<usize>,
-    /// By datacenter.
+    /// One for each datacenter.
     pub(crate) owners: Vec<Rank>,
 }
 
-/// The elements of the member at `place` of `members`: as equal a share as whole elements allow.
+/// The share of the member at `place` of `members`. Shares are as equal as whole elements allow.
 pub(crate) fn share(elements: usize, place: usize, members: usize) -> Range<usize> {
     let border = |at: usize| (elements as u128 * at as u128 / members as u128) as usize;
     border(place)..border(place + 1)
 }
 
 impl Datacenters {
-    /// The datacenters `members`, in the order in which sums are made, seen from `rank`. They may have different numbers of
-    /// ranks.
+    /// The datacenters `members`, in the order in which sums are computed, seen from `rank`. They may have different
+    /// numbers of ranks.
     ///
     /// # Errors
     /// [`CallerError::Topology`] if a datacenter has no rank, its ranks do not ascend, a rank is in two datacenters, or `rank` is in
@@ -72,7 +72,7 @@ impl Datacenters {
         self.own
     }
 
-    /// The ranks of this rank's datacenter, itself among them.
+    /// The ranks of this rank's datacenter, this rank included.
     pub(crate) fn inside(&self) -> &[Rank] {
         &self.members[self.own]
     }
@@ -83,7 +83,8 @@ impl Datacenters {
         let mut peers: Vec<Rank> = Vec::new();
         for (datacenter, ranks) in self.members.iter().enumerate() {
             for (place, &rank) in ranks.iter().enumerate() {
-                // The shares [place, place + 1) / count overlap. Shares in whole elements overlap only if these do.
+                // Whether the shares [place, place + 1) / count overlap. Shares of whole elements overlap only if these
+                // do.
                 let overlaps = self.place * ranks.len() < (place + 1) * own
                     && place * own < (self.place + 1) * ranks.len();
                 if rank != self.rank && (datacenter == self.own || overlaps) {
@@ -95,7 +96,7 @@ impl Datacenters {
         peers
     }
 
-    /// The elements that a rank of this datacenter sums, of a bucket of `elements`.
+    /// The elements that the rank at `place` of this datacenter sums, in a bucket of `elements`.
     pub(crate) fn share_at(&self, place: usize, elements: usize) -> Range<usize> {
         share(elements, place, self.inside().len())
     }
@@ -105,11 +106,11 @@ impl Datacenters {
         self.share_at(self.place, elements)
     }
 
-    /// The size in bytes that no message exceeds for a bucket of at most `elements`: the same on all ranks.
+    /// An upper bound on the bytes of a message for a bucket of at most `elements`. It is the same on all ranks.
     pub(crate) fn most_bytes(&self, codec: GradientCodec, elements: usize) -> usize {
         let fewest = self.members.iter().map(Vec::len).min().unwrap_or(1);
         let share = elements.div_ceil(fewest);
-        // A share has a border inside for each share of another datacenter that begins there, and a stream for each part.
+        // Each share of another datacenter that begins inside a share divides it. Each part has a stream.
         let parts = 1 + self.members.iter().map(Vec::len).sum::<usize>();
         let stream = |codec: GradientCodec, elements| codec.max_bytes(Element::F32, elements);
         stream(GradientCodec::Exact, share).max(stream(codec, share) + parts * stream(codec, 1))

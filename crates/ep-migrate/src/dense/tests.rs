@@ -1,4 +1,4 @@
-//! Whole reductions of several ranks on threads, against a plain computation of what they should give.
+//! Whole reductions of several ranks on threads, compared with a plain computation of the sums.
 
 use std::time::Instant;
 
@@ -68,13 +68,13 @@ fn round(reduction: &DenseReduction, rank: Rank, round: u64) -> Result<Vec<Vec<f
     BUCKETS.iter().enumerate().map(finish).collect()
 }
 
-/// The encoders of a datacenter's atoms, and their elements.
+/// The atoms of a datacenter: their elements, and their encoders.
 type Encoders = Vec<(std::ops::Range<usize>, GradientEncoder)>;
 
 /// What each rank should get, round after round.
 struct Expected {
     members: Vec<Vec<Rank>>,
-    /// By bucket and datacenter.
+    /// Indexed by bucket and datacenter.
     encoders: Vec<Vec<Encoders>>,
 }
 
@@ -111,7 +111,7 @@ impl Expected {
                 for (elements, encoder) in encoders {
                     let mut bytes = Vec::new();
                     encoder.encode(&part[elements.clone()], &mut bytes).unwrap();
-                    // One datacenter has nothing to send, so its sum is not encoded.
+                    // A single datacenter sends its sum to no other, so the sum is not encoded.
                     match self.members.len() {
                         1 => sum[elements.clone()].copy_from_slice(&part[elements.clone()]),
                         _ => drop(add_gradient(&bytes, &mut sum[elements.clone()]).unwrap()),
@@ -222,7 +222,7 @@ fn a_rank_may_abandon_a_round_after_its_peers_have_begun_the_next() {
         if rank == Rank(0) {
             reduction.begin(turn(0, 0), &gradient::<f32>(rank, 0, 0)).unwrap();
             has_begun_next.wait();
-            // Time for the thread to see the message of the next round.
+            // Gives the thread time to see the message of the next round.
             std::thread::sleep(Duration::from_millis(100));
             reduction.abandon(1);
             return round(&reduction, rank, 1).unwrap();
@@ -300,7 +300,7 @@ fn every_rank_names_a_dead_rank() {
 fn every_rank_names_a_rank_that_lives_and_does_not_come() {
     let (done, wait) = (Mutex::new(false), Condvar::new());
     let faults = faults_of(Duration::from_millis(400), |_, reduction| {
-        // Its threads answer until the others have failed.
+        // The threads of rank 3 answer until the other ranks have failed.
         let mut is_done = lock(&done);
         while !*is_done {
             is_done = wait.wait_timeout(is_done, Duration::from_millis(10)).unwrap().0;
@@ -313,14 +313,14 @@ fn every_rank_names_a_rank_that_lives_and_does_not_come() {
 
 #[test]
 fn every_rank_names_a_silent_rank() {
-    // Rank 3 is a carrier that nothing serves: its messages stay where they are, and its connections open.
+    // Rank 3 has a carrier but no reduction: messages to it are never received, and its connections stay open.
     let (members, network) = (members(&[2, 2]), LocalNetwork::new());
     let settings = DenseSettings { timeout: Duration::from_millis(400), ..settings("exact") };
     let silent = network.carrier(Rank(3));
     let found = on_threads(&all(&members)[..3], |rank| {
         let reduction = start(&network, rank, &members, &settings);
         reduction.add_plan(&BUCKETS, None).unwrap();
-        // Rank 0, which does not wait for rank 3, is the first whose timeout ends.
+        // Rank 0 starts first, so its timeout ends first, although it does not wait for rank 3 itself.
         std::thread::sleep(Duration::from_millis(100 * u64::from(rank.0)));
         fault(round(&reduction, rank, 0).unwrap_err())
     });
@@ -331,7 +331,7 @@ fn every_rank_names_a_silent_rank() {
 #[test]
 fn a_fault_found_elsewhere_reaches_every_rank() {
     let faults = faults_of(Duration::from_secs(60), |_, reduction| {
-        // Rank 9 is not of this job: the name is passed on as it is.
+        // Rank 9 is not in this job. The ranks pass its number on unchanged.
         reduction.blame(Rank(9), PeerFault::Stalled);
         assert_eq!(fault(reduction.check().unwrap_err()), (9, PeerFault::Stalled));
     });
@@ -360,7 +360,7 @@ fn a_panic_of_a_stage_is_an_error_at_once() {
 
 #[test]
 fn a_reduction_that_cannot_start_all_threads_keeps_none() {
-    // There are four threads for the only peer.
+    // The post starts four threads for the only peer, and the reduction two more.
     for starts in [3, 4, 5] {
         let (members, network) = (members(&[2]), LocalNetwork::new());
         let datacenters = Datacenters::new(Rank(0), &members).unwrap();
@@ -371,7 +371,7 @@ fn a_reduction_that_cannot_start_all_threads_keeps_none() {
         STARTS.set(usize::MAX);
         let error = started.err().unwrap().to_string();
         assert!(error.starts_with("starting a thread: "), "{error}");
-        assert_eq!(held.strong_count(), 0, "a thread has the carrier");
+        assert_eq!(held.strong_count(), 0, "a thread still holds the carrier");
     }
 }
 
@@ -392,7 +392,7 @@ fn mistakes_are_named() {
         text(reduction.begin(turn(1, 0), &[0_u16])).contains("1 elements of F32 expected, found 1 of Bf16")
     );
     assert!(reduction.save(usize::MAX).unwrap_err().to_string().contains("plans"));
-    // A round past the last has no number, and must not pass for an early one.
+    // A round past the last has no sequence number. It must not be mistaken for an early round.
     for round in [LAST_ROUND + 1, u64::MAX] {
         let expected = format!("dense gradients, bucket 1: round {round}: at most 1099511627775 is possible");
         assert_eq!(text(reduction.begin(turn(1, round), &[0.0_f32])), expected);
@@ -416,11 +416,11 @@ fn a_sum_that_overflows_ends_the_reduction_with_an_error_of_its_rank() {
     let found = on_threads(&all(&members), |rank| {
         let reduction = start(&network, rank, &members, &settings("int8"));
         reduction.add_plan(&bucket, None).unwrap();
-        // Rank 1 may fail before another rank begins, which then hears of it from `begin`.
+        // Rank 1 may fail before another rank begins. `begin` then returns the error on that rank.
         let begun = reduction.begin(turn(0, 0), &[f32::MAX]);
         begun.and_then(|()| reduction.finish(turn(0, 0), &mut [0.0_f32])).unwrap_err()
     });
-    // Rank 1 has the only element of datacenter 0.
+    // Rank 1 sums the only element for datacenter 0.
     assert!(found[1].to_string().contains("the sum of this datacenter, from element 0"), "{}", found[1]);
     assert_eq!([fault(found[0].clone()), fault(found[2].clone())], [(1, PeerFault::Failed); 2]);
 }

@@ -23,7 +23,8 @@ impl Post {
         let regular = self.setup.windows[lane].regular;
         let (layer, bytes) = (call.layer as u32, body.len() as u64);
         let header = Header { streams, layer, step: call.step, bytes, regular, ..self.bare(kind) };
-        let what = || format!("a message to be taken, one of {} under way", self.setup.most_sent);
+        let what =
+            || format!("the peer to take one of the {} messages under way to it", self.setup.most_sent);
         let room = |state: &mut State| {
             let peer = &state.peers[peer];
             (peer.sent.len() + peer.awaited < self.setup.most_sent).then_some(())
@@ -43,8 +44,8 @@ impl Post {
         self.post_header(peer, header)
     }
 
-    /// Takes the next message of a layer from any of these peers, of weights at most those of the call's step. Waits until
-    /// there is one.
+    /// Takes the next message of a layer from any of these peers, but no weights of a step after the call's. Waits
+    /// until such a message has arrived.
     pub(crate) fn next(&self, call: Call, lane: usize, peers: &[usize]) -> Result<(usize, Message)> {
         let what = || {
             let from = peers.iter().map(|&peer| self.peer(peer).to_string()).collect::<Vec<_>>().join(", ");
@@ -66,8 +67,9 @@ impl Post {
         Ok(found)
     }
 
-    /// Takes the next message of gradients of a layer from a peer, or nothing once `is_wanted` returns false, which it may after
-    /// [`wake`](Self::wake). Waits until there is one whose step `is_due`.
+    /// Takes the next message with gradients of a layer from a peer. Waits until a message whose step `is_due` has
+    /// arrived, or until `is_wanted` returns false: then the result is `None`. [`wake`](Self::wake) makes the wait
+    /// check `is_wanted`.
     pub(crate) fn next_while(
         &self,
         call: Call,
@@ -89,7 +91,7 @@ impl Post {
         Ok(found)
     }
 
-    /// Takes the next message of a layer from a peer, if it has arrived; of weights at most those of the call's step.
+    /// Takes the next message of a layer from a peer if it has arrived, but no weights of a step after the call's.
     pub(crate) fn try_next(&self, call: Call, lane: usize, peer: usize) -> Result<Option<Message>> {
         let message = self.lock().peers[peer].lanes[lane].take(call, lane);
         self.request_bodies(peer, lane)?;

@@ -12,10 +12,10 @@ impl Post {
         self.check_header(peer, header).map_err(|found| self.broken(peer, found))
     }
 
-    /// As [`check`](Self::check); the error says what is wrong with the header.
+    /// Like [`check`](Self::check), but the error is the text that says what is wrong with the header.
     fn check_header(&self, peer: usize, header: &Header) -> Result<(), String> {
         if header.sender != self.peer(peer) {
-            return Err(format!("a message of rank {} from it", header.sender));
+            return Err(format!("a message with rank {} as its sender", header.sender));
         }
         if header.run != self.setup.run {
             return Err(format!("a message of run {:#x}; this run is {:#x}", header.run, self.setup.run));
@@ -51,10 +51,11 @@ impl Post {
         if bytes == 0 || bytes > longest {
             return Err(format!("{what} of {bytes} bytes for layer {layer}; at most {longest} are possible"));
         }
-        // A message has the streams of a codec, and before them the weights that they change if it is the first of a restart.
+        // A message has one stream of the codec for each expert. In the first message after a restart, a stream with
+        // the weights that it changes comes before it.
         let most = if header.kind == Kind::Weights { 2 } else { 1 };
         if !(1..=most).contains(&streams) {
-            return Err(format!("{streams} streams of each expert; {most} at most are possible"));
+            return Err(format!("{streams} streams of each expert; at most {most} are possible"));
         }
         Ok(())
     }

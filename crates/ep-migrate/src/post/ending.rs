@@ -11,7 +11,8 @@ use crate::header::Kind;
 use crate::threads::GRACE;
 
 impl Post {
-    /// Records an error, wakes every call, and tells the peers who is at fault. Returns the first error of this rank.
+    /// Records an error, wakes every call, and tells the peers which rank is at fault. Returns the first error of this
+    /// rank.
     pub(crate) fn fail(&self, error: impl Into<Error>) -> Error {
         let error = error.into();
         let culprit = match &error {
@@ -21,17 +22,17 @@ impl Post {
         self.fail_for(error, culprit)
     }
 
-    /// What a decoder found wrong in a message of a peer.
+    /// Records that a decoder refused a message of a peer. Returns the first error of this rank.
     pub(crate) fn undecodable(&self, peer: usize, found: impl Into<String>) -> Error {
         self.fail(self.broken(peer, found))
     }
 
-    /// Records that a rank, perhaps none of the peers, is at fault for what another part of the program found.
+    /// Records that another part of the program found a fault of a rank, which need not be one of the peers.
     pub(crate) fn blame(&self, peer: Rank, fault: PeerFault) {
         self.fail(self.peer_error(peer, fault, "messages of another part of the step".into()));
     }
 
-    /// As [`fail`](Self::fail), with the rank at fault that the peers shall be told.
+    /// Like [`fail`](Self::fail), but tells the peers that `culprit` is at fault.
     pub(super) fn fail_for(&self, error: impl Into<Error>, culprit: (Rank, PeerFault)) -> Error {
         let error = {
             let mut state = self.lock();
@@ -46,7 +47,7 @@ impl Post {
         error
     }
 
-    /// Sends a last message to all peers. A peer that cannot be told finds out by itself: its connection closes.
+    /// Sends a last message to all peers. A peer that the message cannot reach notices that its connection closes.
     fn say(&self, kind: Kind) {
         let header = Arc::new(self.bare(kind).to_bytes());
         for (peer, &rank) in self.setup.peers.iter().enumerate() {

@@ -9,7 +9,7 @@ use crate::carrier::CarrierError;
 
 /// What to do about a rank that is late or stopped.
 const REMEDY: &str =
-    "look whether the rank's process is stopped or skipped a step, and raise the timeout if it is only slow";
+    "check whether the rank's process is stopped or skipped a step, and raise the timeout if it is only slow";
 
 impl Post {
     /// The error of this rank's call about `peer`.
@@ -65,7 +65,7 @@ impl Post {
             let cause = Some(format!("rank {culprit} {fault}"));
             return PeerError { cause, ..self.peer_error(teller, PeerFault::Failed, told) };
         }
-        // The sender's bound has passed. This rank does not know its value, so the text has the remedy only.
+        // The sender's bound has passed. This rank does not know that bound, so the text has only the remedy.
         let told = match fault {
             PeerFault::Late | PeerFault::Stalled => format!("{told}; {REMEDY}"),
             _ => told,

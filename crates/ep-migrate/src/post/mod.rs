@@ -4,9 +4,9 @@
 //!
 //! | thread | waits for |
 //! |---|---|
-//! | `headers` | the next header, always. It posts receives for bodies: those that headers announce, and regular ones ahead |
-//! | `weights`, `gradients` | the body that was asked for first |
-//! | `sent` | the message that was sent first, so that errors are noticed and memory is freed |
+//! | `headers` | the next header, always. It posts receives for bodies: for announced ones, and ahead for regular ones |
+//! | `weights`, `gradients` | the first requested body |
+//! | `sent` | the first message under way, so that errors are noticed and memory is freed |
 //!
 //! A panic of a thread is an error of this rank: calls would otherwise wait until the timeout for what the thread did, and
 //! blame a peer.
@@ -40,11 +40,11 @@ pub(crate) struct Setup {
     pub(crate) run: u64,
     /// The step of the first messages.
     pub(crate) first_step: u64,
-    /// By kind of body, by layer: the most bytes of a body.
+    /// Indexed by kind of body and layer: maximum number of bytes of a body.
     pub(crate) longest: [Vec<u64>; 2],
-    /// By kind of body.
+    /// Indexed by kind of body.
     pub(crate) windows: [Window; 2],
-    /// How many parts of messages, headers and bodies, to one peer may be under way.
+    /// Maximum number of parts of messages (headers and bodies) that are under way to one peer.
     pub(crate) most_sent: usize,
     pub(crate) timeout: Duration,
     /// Whether a rank asks a late peer what it waits for, before it calls that peer the rank at fault.
@@ -60,9 +60,9 @@ pub(crate) struct Post {
     carrier: Box<dyn Carrier>,
     state: Mutex<State>,
     changed: Condvar,
-    /// By peer.
+    /// One for each peer.
     orders: Vec<Orders>,
-    /// The process that started this.
+    /// The process that started the threads.
     process: u32,
 }
 
@@ -72,7 +72,7 @@ pub(crate) struct Post {
 struct Orders {
     /// Bodies are sent in the order of their headers.
     sends: Mutex<()>,
-    /// By kind of body: receives are posted in the order of the headers.
+    /// Indexed by kind of body: receives are posted in the order of the headers.
     receives: [Mutex<()>; 2],
 }
 
@@ -86,7 +86,7 @@ struct State {
     /// The operator that this rank is in, or was in last.
     operator: (Operator, u64),
     peers: Vec<Peer>,
-    /// By wait that goes on: the first peer that can end it.
+    /// For each wait in progress: the first of the peers that can end it.
     waits: Vec<usize>,
     /// Whether a peer has asked what this rank waits for. The waits then end early.
     is_asked: bool,
@@ -160,8 +160,8 @@ impl Post {
         spawn(name, work, move |error| drop(own.fail(error)))
     }
 
-    /// Whether this is the process that started. A forked child has none of the threads, and must not speak for the rank
-    /// over the connections that it shares with its parent.
+    /// Whether this is the process that started the threads. A forked child has none of them, and must not use the
+    /// connections that it shares with its parent.
     pub(crate) fn is_of_this_process(&self) -> bool {
         self.process == std::process::id()
     }

@@ -60,7 +60,7 @@ impl Post {
                 let is_over = state.is_closing || state.peers[peer].ended.is_some();
                 drop(state);
                 if !is_over {
-                    self.fail(self.lost(peer, &error, "a message to be taken"));
+                    self.fail(self.lost(peer, &error, "the peer to take a message"));
                 }
                 return;
             }

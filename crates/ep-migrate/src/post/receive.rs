@@ -10,8 +10,8 @@ use crate::carrier::{CarrierError, Lane, Receiving};
 use crate::header::{HEADER_BYTES, Header, Kind, Wait};
 use crate::inbox::{Due, GRADIENTS, Message, WEIGHTS, lane_of, noun};
 
-/// Receives of headers of one peer that are posted at a time. A carrier may send a message only after its receive is posted,
-/// so with one receive every header would cost a round trip.
+/// Number of receives for headers of one peer that are posted at a time. A carrier may send a message only after its
+/// receive is posted, so with a single receive each header would cost a round trip.
 const HEADERS_AHEAD: usize = 16;
 
 impl Post {
@@ -31,7 +31,8 @@ impl Post {
                 Ok(true) => {}
                 Ok(false) => return,
                 Err(error) => {
-                    // The error comes first: a call that sees that the peer has ended must not give a reason of its own.
+                    // Records the error before the end: a call that sees the end, and no error, would report that the
+                    // peer died.
                     if !self.lock().is_closing {
                         self.fail(error);
                     }
@@ -42,7 +43,7 @@ impl Post {
         }
     }
 
-    /// Waits for the next header. Keeps receives of those that follow posted.
+    /// Waits for the next header. Keeps receives posted for the headers after it.
     fn next_header(
         &self,
         peer: usize,
@@ -106,12 +107,14 @@ impl Post {
         self.changed.notify_all();
     }
 
-    /// Posts receives for bodies that were announced, and for regular ones ahead, as far as the window allows.
+    /// Posts receives for announced bodies, and for regular bodies that are not announced yet, as far as the window
+    /// allows.
     pub(super) fn request_bodies(&self, peer: usize, lane: usize) -> Result<()> {
         let order = hold(&self.orders[peer].receives[lane]);
         let window = self.setup.windows[lane];
         loop {
-            // A header stays announced until its body is requested, so that a peer that has left is not taken for exhausted.
+            // A header stays announced until its body is requested, so that a peer that has left does not count as
+            // exhausted.
             let due = {
                 let mut state = self.lock();
                 let sends_more = state.peers[peer].ended.is_none() && !state.is_closing;
@@ -138,11 +141,11 @@ impl Post {
                     self.changed.notify_all();
                 }
                 (Ok(receive), Due::Ahead) => self.lock().peers[peer].lanes[lane].posted.push_back(receive),
-                // Nothing may be lost: the thread `headers` reads what the peer sent last, and decides.
+                // This need not be an error: the thread `headers` reads the last messages of the peer, and decides.
                 (Err(CarrierError::Closed), Due::Ahead) => return Ok(()),
                 (Err(error), _) => {
                     drop(order);
-                    return Err(self.fail(self.lost(peer, &error, "a body to be asked for")));
+                    return Err(self.fail(self.lost(peer, &error, "the next body")));
                 }
             }
         }

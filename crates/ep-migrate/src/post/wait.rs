@@ -11,7 +11,8 @@ use crate::inbox::Call;
 use crate::question::{Patience, Question};
 
 impl Post {
-    /// Waits until `ready` returns a value, at most for the timeout. `peers` are those that can make it ready.
+    /// Waits until `ready` returns a value, at most for the timeout. `peers` are those whose messages can make it
+    /// ready.
     pub(super) fn wait<R>(
         &self,
         call: Call,
@@ -26,16 +27,16 @@ impl Post {
             state.waits.swap_remove(at);
         }
         if ended.is_ok() {
-            // What was asked was about a wait that is over.
+            // The question and its answer concern a wait that is over.
             state.peers[peers[0]].question = Question::default();
             state.is_asked = false;
         }
         ended
     }
 
-    /// Makes every wait look again whether it is over.
+    /// Makes every wait check again whether it is over.
     pub(crate) fn wake(&self) {
-        // A wait that has looked, and does not sleep yet, holds the lock.
+        // A wait holds the lock from its check until it sleeps, so it does not miss the notification.
         drop(self.lock());
         self.changed.notify_all();
     }
@@ -88,7 +89,7 @@ impl Post {
             }
             (state, _) = self.changed.wait_timeout(state, slice).unwrap_or_else(PoisonError::into_inner);
             if asks {
-                // The question runs code of the program, which may call this library.
+                // `asked` runs code of the program, which may call this library: the lock must be free.
                 drop(state);
                 if self.setup.interrupt.asked() {
                     let (operator, rank) = (call.operator, self.setup.rank);

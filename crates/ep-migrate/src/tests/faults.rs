@@ -1,4 +1,4 @@
-//! Misuse, lost ranks and hostile peers: every call ends, with an error that names who is at fault.
+//! Misuse, lost ranks and hostile peers: every call ends, with an error that names the mistake or the rank at fault.
 
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -16,7 +16,7 @@ fn exact() -> Settings {
     settings(WeightCodec::Exact, GradientCodec::Exact)
 }
 
-/// A migration of rank 1 whose only peer, rank 4, is the test.
+/// A migration of rank 1 whose only peer, rank 4, is played by the test.
 fn alone(settings: &Settings) -> (Migration<f32>, LocalCarrier) {
     let (ranks, network) = (ranks(2), LocalNetwork::new());
     (start(&network, ranks[0], &ranks, settings), network.carrier(ranks[1]))
@@ -49,7 +49,7 @@ fn header(kind: Kind, layer: u32, step: u64, body: &[u8]) -> Header {
     Header { streams: 1, layer, step, bytes: body.len() as u64, regular, ..Header::bare(kind, Rank(4), 0xE9) }
 }
 
-/// The most bytes of a regular body of exact weights.
+/// Maximum number of bytes of a regular body of exact weights.
 fn exact_regular() -> u64 {
     2 * WeightCodec::Exact.max_bytes(f32::ELEMENT, 300) as u64
 }
@@ -76,7 +76,7 @@ fn what_no_correct_peer_sends_is_refused_and_the_peer_is_named() {
     type Damage = (&'static str, fn(&mut Header, &mut Vec<u8>));
     let damages: [Damage; 15] = [
         ("the ranks have different models or settings", |header, _| header.regular += 1),
-        ("a message of rank 7", |header, _| header.sender = Rank(7)),
+        ("a message with rank 7 as its sender", |header, _| header.sender = Rank(7)),
         ("a message of run 0x1", |header, _| header.run = 1),
         ("weights of layer 3; there are 3 layers", |header, _| header.layer = 3),
         ("step 1, where step 0 was due", |header, _| header.step = 1),
@@ -153,7 +153,7 @@ proptest! {
                 5 => header.step = value % 3,
                 6 => header.run = value,
                 _ if exact_length => {}
-                // A body of another length than announced. The carrier refuses it.
+                // The body does not have the announced length. The carrier refuses it.
                 _ => header.bytes = value % 4096,
             }
         }
@@ -201,7 +201,7 @@ fn a_body_that_does_not_follow_its_header_makes_the_peer_late() {
     peer.abort();
 }
 
-/// The states in which a rank may be lost: number of calls that it completed.
+/// Number of states in which a rank may be lost: after 0 to 4 completed calls.
 const CALLS: usize = 5;
 
 /// Makes the first `calls` calls of a step of one layer.
@@ -228,7 +228,7 @@ fn a_rank_that_dies_in_any_state_is_named_by_all_others() {
             let migration = start::<f32>(&network, rank, &ranks, &exact());
             if rank == ranks[1] {
                 make_calls(&migration, calls).unwrap();
-                // What the end of a process does. Nothing that the migration sends afterwards arrives.
+                // Does what the end of a process does. Nothing that the migration sends afterwards arrives.
                 network.carrier(rank).abort();
                 return None;
             }
@@ -263,7 +263,8 @@ fn a_rank_that_leaves_in_any_state_is_named_by_all_others() {
 
 #[test]
 fn a_rank_that_fails_tells_the_others_who_is_at_fault() {
-    // Rank 7 waits for rank 4 alone, for a short time. Rank 1 waits for long, and is told.
+    // Rank 4 publishes nothing. Rank 7 has a short timeout and names rank 4. Rank 1 has a long one and is told by rank
+    // 7.
     let (ranks, network) = (ranks(3), LocalNetwork::new());
     let errors = on_threads(&ranks, |rank| {
         let timeout = Duration::from_millis(if rank == ranks[2] { 100 } else { 60_000 });
@@ -278,7 +279,7 @@ fn a_rank_that_fails_tells_the_others_who_is_at_fault() {
     assert_eq!((errors[2].0, errors[2].1), (4, PeerFault::Late));
     assert_eq!((errors[0].0, errors[0].1), (4, PeerFault::Late), "{}", errors[0].2);
     assert!(errors[0].2.contains("and was told by rank"), "{}", errors[0].2);
-    // The rank at fault learns that the others gave up on it, from the first of them.
+    // The rank at fault learns that the others gave up on it, from the first message that arrives.
     assert!([1, 7].contains(&errors[1].0) && errors[1].1 == PeerFault::Failed, "{}", errors[1].2);
     assert!(errors[1].2.contains("rank 4 is late"), "{}", errors[1].2);
     // Only the rank whose bound has passed quotes it.
@@ -317,12 +318,12 @@ fn replicas_without_a_base_get_complete_weights() {
         for step in 0..4 {
             migration.publish(0, &own(step)).unwrap();
             if rank == ranks[0] && step == 2 {
-                // This rank loses what it knows of its replicas.
+                // This rank loses its replicas and the state of their decoders.
                 migration.forget_replicas(0);
                 replicas.fill(f32::NAN);
             }
             migration.gather(0, &mut replicas).unwrap();
-            // What the owner believes that its peers hold.
+            // Compared below with the mirrors of the owner.
             untouched.copy_from_slice(&replicas);
         }
         let mirror = migration.mirrors(0);
@@ -359,7 +360,7 @@ fn misuse_is_the_callers_error_and_changes_nothing() {
     let wrong = text(migration.publish(3, &[0.0; 600]).unwrap_err());
     assert_eq!(wrong, "layer: expected 2 at most, found 3");
     let wrong = text(migration.publish(0, &[0.0; 599]).unwrap_err());
-    assert_eq!(wrong, "weights of own experts: expected 600 elements, found 599");
+    assert_eq!(wrong, "weights of this rank's experts: expected 600 elements, found 599");
     let wrong = text(migration.gather(0, &mut []).unwrap_err());
     assert_eq!(wrong, "gather of layer 0, step 0: publish the layer first");
     let mut bad = vec![0.5; 600];
@@ -408,7 +409,7 @@ fn a_failed_encoding_does_not_desert_the_replicas() {
     assert_eq!(results[1].0, results[0].1);
 }
 
-/// A carrier that never ends the wait for a body, also not after `abort`.
+/// A carrier that never ends the wait for a body, not even after `abort`.
 #[derive(Debug)]
 struct Stuck(LocalCarrier);
 
@@ -452,7 +453,7 @@ fn closing_ends_although_a_wait_of_the_carrier_does_not() {
     migration.close();
 }
 
-/// Waits until a rank tells this peer that it cannot go on, and returns who is at fault.
+/// Waits until a rank tells this peer that it cannot go on, and returns the rank at fault with its fault.
 fn told_to(peer: &LocalCarrier) -> (Rank, PeerFault) {
     loop {
         let bytes = peer.receive(Rank(1), Lane::Headers, 64).unwrap().wait(64).unwrap();
@@ -501,7 +502,7 @@ fn a_rank_that_cannot_start_all_threads_keeps_none() {
         let error = started.err().unwrap();
         assert!(error.to_string().starts_with("starting a thread: "), "{error}");
         assert_eq!(told_to(&network.carrier(ranks[1])), (Rank(1), PeerFault::Failed));
-        assert_eq!(held.strong_count(), 0, "a thread has the carrier");
+        assert_eq!(held.strong_count(), 0, "a thread still holds the carrier");
     }
 }
 
@@ -535,7 +536,7 @@ fn a_damaged_state_is_refused() {
         damaged[at] ^= 0x10;
         assert!(resume(&damaged, &settings).is_err(), "byte {at}");
     }
-    // A right checksum, and a step that would overflow.
+    // A correct checksum, and a step that would overflow.
     let mut absurd = saved.clone();
     absurd[8..16].fill(0xFF);
     let end = absurd.len() - 8;
@@ -607,7 +608,7 @@ fn regular_bodies_get_receives_ahead_once_the_peer_has_agreed_and_longer_ones_do
     };
 
     assert_eq!(*receives.lock().unwrap(), [], "nothing is known of the peer yet");
-    // Of the warm-up: longer than the bound.
+    // The body of the warm-up step is longer than the bound.
     let (lane, first) = publish_and_gather(0);
     assert_eq!(lane, Lane::LongWeights);
     let mut expected = vec![(Lane::LongWeights, first), (Lane::Weights, regular), (Lane::Weights, regular)];
@@ -625,7 +626,7 @@ fn regular_bodies_get_receives_ahead_once_the_peer_has_agreed_and_longer_ones_do
         assert_eq!(sorted(&receives.lock().unwrap()), sorted(expected));
     };
     posted(&expected);
-    // Takes one of these receives, which is replaced.
+    // The next body takes one of these receives, and another is posted in its place.
     let (lane, second) = publish_and_gather(1);
     assert!(lane == Lane::Weights && second < regular);
     expected.push((Lane::Weights, regular));

@@ -76,7 +76,8 @@ fn train<T: Weight>(
     (seen, saved)
 }
 
-/// What lossless training gives: replicas equal their owners' weights, and sums run over the ranks in ascending order.
+/// The result of lossless training: replicas equal their owners' weights, and sums run over the ranks in ascending
+/// order.
 fn expected<T: Weight>(rank: Rank, ranks: &[Rank], layer: usize, step: u64) -> Seen<T> {
     let peers: Vec<Rank> = ranks.iter().copied().filter(|&peer| peer != rank).collect();
     let mut sum = vec![0.0; 2 * shape().expert_elements[layer]];
@@ -220,7 +221,7 @@ fn layers_that_are_not_gathered_do_not_hold_up_others() {
                 for layer in 0..3 {
                     migration.publish(layer, &weights(rank, layer, step)).unwrap();
                 }
-                // Only the last layer is used; in the first step none.
+                // Only the last layer is used, and in the first step no layer.
                 let mut replicas = vec![0.0; 600];
                 if step > 0 {
                     assert_eq!(migration.gather(2, &mut replicas).unwrap(), [step], "depth {depth}");
