@@ -222,7 +222,7 @@ mod tests {
     use ep::CudaEnv;
 
     use super::*;
-    use crate::jit::{Compiler, Resources};
+    use crate::jit::{Compiler, Jit, Resources};
     use crate::params::{DENSE_THREADS, PREPROCESS_RAIL_THREADS, PREPROCESS_THREADS, WEIGHT_ROWS_THREADS};
 
     /// Registers of a multiprocessor.
@@ -281,10 +281,17 @@ mod tests {
             .collect()
         }
 
-        fn compile(self, compiler: &Compiler) -> Resources {
-            let compiled =
-                compiler.compile(&self.key.program(self.arch, self.plain_copies), self.arch).unwrap();
-            let [kernel] = &compiled.resources[..] else { panic!("one kernel, not: {}", compiled.log) };
+        /// The resources of the kernel, by machine code of `compiler`, which `kept` has from an earlier run of the test if
+        /// neither sources nor compiler have changed since.
+        fn compile(self, compiler: &Compiler, kept: &Jit) -> Resources {
+            let program = self.key.program(self.arch, self.plain_copies);
+            let cubin = kept.cubin(&program, self.arch).unwrap();
+            let resources = if cubin.nvrtc == compiler.version() {
+                cubin.resources.to_vec()
+            } else {
+                compiler.compile(&program, self.arch).unwrap().resources
+            };
+            let [kernel] = &resources[..] else { panic!("one kernel, not: {resources:?}") };
             assert_eq!(kernel.kernel, self.key.name());
             kernel.clone()
         }
@@ -326,11 +333,15 @@ mod tests {
         }
     }
 
-    /// Compiles all kernels, on two threads.
+    /// Compiles all kernels, on two threads. Machine code is kept beside the build's other files.
     fn compile_all(compiler: &Compiler) -> Vec<(Row, Resources)> {
+        let program = env::current_exe().unwrap();
+        let cache_dir = program.ancestors().nth(2).map(|build| build.join("kernels"));
+        let kept = Jit::new(CudaEnv { cache_dir, ..CudaEnv::from_env() });
         let rows: Vec<Row> =
             Row::all().into_iter().filter(|row| row.arch.oldest_nvrtc() <= compiler.version()).collect();
-        let part = |part: &[Row]| part.iter().map(|&row| (row, row.compile(compiler))).collect::<Vec<_>>();
+        let part =
+            |part: &[Row]| part.iter().map(|&row| (row, row.compile(compiler, &kept))).collect::<Vec<_>>();
         let (first, second) = rows.split_at(rows.len() / 2);
         thread::scope(|scope| {
             let second = scope.spawn(|| part(second));

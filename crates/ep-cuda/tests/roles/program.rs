@@ -5,6 +5,8 @@ use std::process::{Command, Output};
 use std::sync::{Mutex, PoisonError};
 use std::{env, fmt, fs, thread};
 
+use sha2::{Digest, Sha256};
+
 /// One object file.
 struct Unit {
     object: String,
@@ -63,6 +65,7 @@ impl Program {
         let crate_folder = Path::new(env!("CARGO_MANIFEST_DIR"));
         copy_tree(&crate_folder.join("device"), &folder.join("device"));
         let sources = crate_folder.join("tests/roles/cpu");
+        let state = state_of(&[&crate_folder.join("device"), &sources]);
         fs::copy(sources.join("ptx.cuh"), folder.join("device/common/ptx.cuh")).unwrap();
 
         let units = Mutex::new(units());
@@ -70,7 +73,7 @@ impl Program {
         let next = || lock(&units).pop();
         let compile = || {
             while let Some(unit) = next() {
-                compile(&folder, &sources, &unit, sanitize);
+                compile(&folder, &sources, &unit, sanitize, &state);
             }
         };
         thread::scope(|scope| {
@@ -187,7 +190,8 @@ fn compiler() -> Command {
     Command::new(env::var_os("CXX").unwrap_or_else(|| "g++".into()))
 }
 
-fn compile(folder: &Path, sources: &Path, unit: &Unit, sanitize: bool) {
+/// Compiles a unit, unless an earlier run of the tests has compiled it by the same command from the same `state`.
+fn compile(folder: &Path, sources: &Path, unit: &Unit, sanitize: bool, state: &str) {
     let mut command = compiler();
     command.current_dir(folder).args(["-std=c++20", "-O1", "-g1", "-ffp-contract=off"]);
     command.args(["-Idevice", "-Idevice/common"]);
@@ -195,10 +199,16 @@ fn compile(folder: &Path, sources: &Path, unit: &Unit, sanitize: bool) {
         command.arg(if unit.seen { "-fsanitize=thread" } else { "-DTHREAD_SANITIZER" });
     }
     command.args(unit.defines.iter().map(|(name, value)| format!("-D{name}={value}")));
-    finish({
-        command.arg("-c").arg(sources.join(unit.source)).arg("-o").arg(&unit.object);
-        command
-    });
+    command.arg("-c").arg(sources.join(unit.source)).arg("-o").arg(&unit.object);
+    let (object, record) = (folder.join(&unit.object), folder.join(format!("{}.made", unit.object)));
+    let made_by = format!("{state}\n{command:?}\n");
+    if object.exists() && fs::read_to_string(&record).is_ok_and(|made| made == made_by) {
+        return;
+    }
+    // Without a record, an object of an interrupted run is not used.
+    let _ = fs::remove_file(&record);
+    finish(command);
+    fs::write(record, made_by).unwrap();
 }
 
 /// Runs a compiler; panics with its output if it fails.
@@ -214,6 +224,26 @@ fn finish(mut command: Command) {
 
 fn text(output: &Output) -> String {
     [&output.stdout, &output.stderr].map(|bytes| String::from_utf8_lossy(bytes)).concat()
+}
+
+/// A hash of the compiler's version and of all files in these folders.
+fn state_of(folders: &[&Path]) -> String {
+    let mut hash = Sha256::new();
+    hash.update(compiler().arg("--version").output().map(|output| output.stdout).unwrap_or_default());
+    let mut pending: Vec<PathBuf> = folders.iter().map(|&folder| folder.into()).collect();
+    let mut files = Vec::new();
+    while let Some(folder) = pending.pop() {
+        for entry in fs::read_dir(folder).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_dir() { pending.push(path) } else { files.push(path) }
+        }
+    }
+    files.sort();
+    for file in files {
+        hash.update(file.as_os_str().as_encoded_bytes());
+        hash.update(fs::read(&file).unwrap());
+    }
+    hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 fn copy_tree(from: &Path, to: &Path) {
