@@ -37,7 +37,7 @@ mod tests {
     use super::*;
 
     fn own_cpus() -> Vec<usize> {
-        let set = sched_getaffinity(None).unwrap();
+        let set = sched_getaffinity(None).expect("the kernel tells");
         (0..CpuSet::MAX_CPU).filter(|&cpu| set.is_set(cpu)).collect()
     }
 
