@@ -253,11 +253,7 @@ fn unusable_drivers_and_gpus_are_reported() {
     for (fake, parts, doctor) in [
         (
             old,
-            [
-                "GPU driver (libcuda.so.1)",
-                "it supports CUDA 11.8, and 12.0 is needed",
-                "install a driver from",
-            ],
+            ["GPU driver (libcuda.so.1)", "it supports CUDA 11.8, and 12.0 is needed", "install a driver of"],
             "the driver supports CUDA 11.8, and 12.0 is needed",
         ),
         (

@@ -119,6 +119,16 @@ pub(crate) struct Combine {
     pub(crate) probs: bool,
 }
 
+/// What one operator of a rank sends to one other domain.
+struct RailSet {
+    /// Tokens of which the domain needs one row or sum.
+    tokens: usize,
+    /// Their copies for experts of the domain.
+    copies: usize,
+    /// Maximum number of bytes in all sections.
+    bytes: usize,
+}
+
 /// A kernel, and each rank's arguments.
 struct Operator {
     kernel: String,
@@ -205,6 +215,15 @@ impl Script {
                 experts.map(|expert| self.world.placement().position_of(expert)).collect();
             record.input("position_of", words(&positions));
         }
+        // Counts, and a mask of the domain's experts for each token.
+        self.bound_rails(&mut record, |domain| {
+            let (tokens, copies) = self.crossing(&routings[rank], domain);
+            let (topology, placement) = (self.world.topology(), self.world.placement());
+            let experts: usize =
+                topology.domain_ranks(domain).map(|rank| placement.local_experts(rank)).sum();
+            let counts = experts + topology.domain_size();
+            RailSet { tokens, copies, bytes: 4 * counts + tokens * 4 * experts.div_ceil(32) }
+        });
         if capacity[rank].is_none() {
             record.output("host shape", shape_words(&self.world, handle, rank));
         } else {
@@ -296,6 +315,12 @@ impl Script {
         if probs != Probs::Skip {
             record.output("probs", fill(&floats(&output.probs), 4 * rows * probs_per_row));
         }
+        self.bound_rails(&mut record, |domain| {
+            let (tokens, copies) = self.crossing(&handle.plan.routings[rank], domain);
+            let row = format.output_row_bytes(hidden) + format.scale_row_bytes(hidden);
+            let weights = if probs == Probs::Skip { 0 } else { 4 * copies };
+            RailSet { tokens, copies, bytes: tokens * row + weights }
+        });
         if plain && local_experts {
             record.output("local_experts", fill(&output.local_experts, rows * local));
         }
@@ -328,6 +353,15 @@ impl Script {
                 record.number("hidden", hidden);
                 record.input("rows", rows[rank].clone());
                 record.output("combined", combined[rank].clone());
+                // A sum for each token that the rail peer has sent to this domain.
+                self.bound_rails(&mut record, |domain| {
+                    let topology = self.world.topology();
+                    let own = Rank(rank as u32);
+                    let peer = domain * topology.domain_size() + topology.local_rank_of(own);
+                    let (tokens, copies) = self.crossing(&plan.routings[peer], topology.domain_of(own));
+                    let weights = if probs { 4 * copies } else { 0 };
+                    RailSet { tokens, copies, bytes: tokens * hidden * wire.bytes() + weights }
+                });
                 if probs {
                     // Rows of odd ranks have a gap of two NaNs.
                     let gap = rank % 2 * 2;
@@ -348,6 +382,27 @@ impl Script {
         self.pairs ^= both;
         let pairs = if both && self.pairs { PAIRS } else { "" };
         self.call(format!("combine {} {} {}{pairs}", name(element), name(wire), copies.name()), ranks);
+    }
+
+    /// Sets what the rank's proxy may send to each domain.
+    fn bound_rails(&self, record: &mut Record, set: impl Fn(usize) -> RailSet) {
+        let domains = self.world.topology().domains();
+        if domains > 1 {
+            let sets: Vec<u32> = (0..domains)
+                .map(set)
+                .flat_map(|set| [set.tokens, set.copies, set.bytes].map(|number| number as u32))
+                .collect();
+            record.input("rail sets", words(&sets));
+        }
+    }
+
+    /// The number of a rank's tokens that a domain needs, and of their copies for experts of the domain.
+    fn crossing(&self, routing: &Routing, domain: usize) -> (usize, usize) {
+        let placement = self.world.placement();
+        let here = |&&expert: &&u32| placement.domain_at(placement.position_of(expert)) == domain;
+        let copies: Vec<usize> =
+            routing.rows().map(|(experts, _)| experts.iter().filter(here).count()).collect();
+        (copies.iter().filter(|&&copies| copies > 0).count(), copies.iter().sum())
     }
 
     /// Expert outputs. Rows without a token are NaN, so that adding such a row is detected.

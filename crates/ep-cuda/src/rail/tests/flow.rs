@@ -299,6 +299,22 @@ fn run(seed: u64, domains: usize, epochs: u32, reorder: bool) {
         let proxy = Proxy::start(parts, LONG).unwrap();
         let kernels = Kernels { job, own, memory };
         (1..=epochs).for_each(|epoch| kernels.run(epoch));
+        // Each plan and each byte of a section was put once, and nothing else.
+        let of_plan = |plan: &RailPlan| {
+            let units = plan.units.max(1) as usize;
+            let parts = (0..RAIL_SECTIONS).flat_map(|section| (0..units).map(move |unit| (section, unit)));
+            size_of::<RailPlan>()
+                + parts.map(|(section, unit)| bytes_of(plan, section, unit).len()).sum::<usize>()
+        };
+        let expected: usize = (1..=epochs)
+            .flat_map(|epoch| kernels.others().map(move |to| job.plan(epoch, own, to)))
+            .map(|plan| of_plan(&plan))
+            .sum();
+        let start = Instant::now();
+        while proxy.sent().0 < expected as u64 && start.elapsed() < LONG {
+            thread::yield_now();
+        }
+        assert_eq!(proxy.sent().0, expected as u64);
         assert_eq!((proxy.stop(), reports.lock().unwrap().len()), (Ok(()), 0));
     };
     thread::scope(|scope| {

@@ -415,6 +415,23 @@ Part part_of(const RailPlan& plan, const RailSection& section, u32 unit) {
     return {static_cast<u64>(unit == 0 ? 0 : ends[unit - 1]) * section.stride, static_cast<u64>(ends[unit]) * section.stride};
 }
 
+// Checks what a plan sends to a domain: each token that the domain needs once, and no more bytes than its data has.
+void check_set(const Relay& relay, const RailPlan& plan, u32 domain) {
+    const Record& record = relay.all->operators[relay.epoch - 1].ranks[relay.rank];
+    // An operator that fails may have another routing than the oracle's.
+    if (record.number("faults") != 1u << FAULT_NONE) return;
+    u32 expected[3];
+    std::memcpy(expected, record.inputs.at("rail sets").data() + domain * sizeof expected, sizeof expected);
+    u64 bytes = 0;
+    for (const RailSection& section : plan.sections) {
+        const u32 elements = section.per == RAIL_ONCE ? 1 : section.per == RAIL_PER_ROW ? plan.rows : plan.copies;
+        bytes += static_cast<u64>(section.stride) * elements;
+    }
+    if (plan.rows != expected[0] || plan.copies != expected[1] || bytes > expected[2])
+        machine::fail("a set of %u rows, %u copies and %llu bytes in place of %u, %u and at most %u", plan.rows, plan.copies,
+                      static_cast<unsigned long long>(bytes), expected[0], expected[1], expected[2]);
+}
+
 void copy_bytes(u8* to, const u8* from, u64 bytes) {
     for (u64 at = 0; at < bytes; at++) static_cast<volatile u8*>(to)[at] = static_cast<const volatile u8*>(from)[at];
 }
@@ -449,6 +466,7 @@ void relay_to(const Relay& relay, u32 domain) {
     copy_plan(*copied);
     copy_plan(to.input);
     const RailPlan& plan = *copied;
+    check_set(relay, plan, domain);
     const auto tell = [&](u32 chunks) {
         machine::step(true);
         __atomic_store_n(&to.state.progress, static_cast<u64>(relay.epoch) << 32 | chunks, __ATOMIC_RELEASE);
