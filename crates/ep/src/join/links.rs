@@ -277,6 +277,10 @@ enum State {
 }
 
 impl Peer {
+    fn is_linked(&self) -> bool {
+        matches!(self.state, State::Linked { .. })
+    }
+
     fn new(invitation: &Invitation) -> Self {
         let local = || Address::Local(invitation.socket());
         let address = invitation.address.map_or_else(local, Address::Network);
@@ -300,13 +304,11 @@ impl Meeting<'_> {
                     self.advance(at)?;
                 }
             }
-            let linked = |peer: &Peer| matches!(peer.state, State::Linked { .. });
-            let missing =
-                (0..self.peers.len()).find(|&at| at != self.rank.index() && !linked(&self.peers[at]));
-            let aged = self.vague.as_ref().filter(|(_, since)| since.elapsed() >= GRACE_PERIOD);
-            if let Some(loss) = self.certain.clone().or_else(|| aged.map(|(loss, _)| loss.clone())) {
+            if let Some(loss) = self.loss() {
                 return Err(loss.error(self.rank, None, WHAT, clock.waited()));
             }
+            let missing =
+                (0..self.peers.len()).find(|&at| at != self.rank.index() && !self.peers[at].is_linked());
             let Some(missing) = missing else { return Ok(()) };
             if let Some(error) = lost() {
                 return Err(error);
@@ -443,6 +445,16 @@ impl Meeting<'_> {
             self.vague.get_or_insert((loss, Instant::now()));
         }
         Ok(())
+    }
+
+    /// The loss that ends the meeting, if there is one. A peer that could not be reached and has been linked since is not
+    /// lost.
+    fn loss(&mut self) -> Option<Loss> {
+        if self.vague.as_ref().is_some_and(|(loss, _)| self.peers[loss.peer.index()].is_linked()) {
+            self.vague = None;
+        }
+        let aged = self.vague.as_ref().filter(|(_, since)| since.elapsed() >= GRACE_PERIOD);
+        self.certain.clone().or_else(|| aged.map(|(loss, _)| loss.clone()))
     }
 
     /// The loss of a linked rank, if it is lost already. Messages of the peer stay in the socket: a rank that has all

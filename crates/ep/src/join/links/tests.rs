@@ -255,6 +255,41 @@ fn a_rank_that_fails_after_it_has_linked_is_named_while_another_rank_is_missing(
 
 #[test]
 #[cfg_attr(miri, ignore = "sockets")]
+fn a_rank_that_is_linked_at_the_second_attempt_is_not_lost() {
+    let ([zero, _one, _two], invitations, key) = doors();
+    let member = patient(1, 3);
+    let mut meeting = Meeting {
+        rank: member.rank,
+        ranks: member.ranks as u32,
+        key: &key,
+        watch: Watch { rank: member.rank, interrupt: member.interrupt.clone() },
+        network_timeout: member.network_timeout,
+        peers: invitations.iter().map(Peer::new).collect(),
+        certain: None,
+        vague: None,
+    };
+    let fail = |meeting: &mut Meeting<'_>, at| {
+        meeting.not_connected(at, ErrorKind::ConnectionRefused, String::new).unwrap();
+        std::thread::sleep(GRACE_PERIOD);
+    };
+    fail(&mut meeting, 0);
+    assert_eq!(meeting.loss().map(|loss| (loss.peer, loss.fault)), Some((Rank(0), PeerFault::Died)));
+    let claim = Claim { from: Rank(1), to: Rank(0), ranks: 3, generation: 0 };
+    let channel = std::thread::scope(|scope| {
+        let answer = scope.spawn(|| answer(&zero, &key));
+        let channel = call(&invitations[0], &key, claim);
+        answer.join().unwrap();
+        channel
+    });
+    meeting.peers[0].state = State::Linked { channel, process: None };
+    assert!(meeting.loss().is_none());
+    // A later failure of another rank counts.
+    fail(&mut meeting, 2);
+    assert_eq!(meeting.loss().map(|loss| loss.peer), Some(Rank(2)));
+}
+
+#[test]
+#[cfg_attr(miri, ignore = "sockets")]
 fn a_claim_that_does_not_fit_gets_no_link() {
     let fits = Claim { from: Rank(1), to: Rank(0), ranks: 2, generation: 0 };
     let another_world = Claim { ranks: 3, ..fits };
