@@ -36,5 +36,13 @@ fn a_rail_of_one_rank_and_messages_that_are_too_long_are_refused() {
     let rail = |options: &str| run(&format!("rail {options}").split(' ').collect::<Vec<_>>());
     rail("--ranks 1").refused(2, &["--ranks 1: a rail needs at least 2 ranks"]);
     rail("--sizes 4194305").refused(2, &["--sizes 4194305: a message has at most 4194304 bytes"]);
-    rail("--transport loopback").refused(2, &["--transport loopback: copies inside one machine"]);
+    let loopback = "transport loopback: copies inside one machine";
+    rail("--transport loopback").refused(2, &[loopback]);
+    let mut command = program();
+    command.arg("rail").env("HYBRID_EP_TRANSPORT", "loopback");
+    let error = command.output().unwrap();
+    assert!(
+        error.status.code() == Some(2) && String::from_utf8_lossy(&error.stderr).contains(loopback),
+        "{error:?}"
+    );
 }

@@ -55,7 +55,9 @@ impl RailArgs {
     fn config(&self) -> ep::Result<Config> {
         let mut config = self.tuning.config()?;
         let transport = &mut config.host.transport;
-        if self.tuning.transport.is_none() && transport.is_loopback() {
+        let is_named = self.tuning.transport.is_some()
+            || std::env::var_os("HYBRID_EP_TRANSPORT").is_some_and(|name| !name.is_empty());
+        if !is_named && transport.is_loopback() {
             transport.engine = "tcp".into();
         }
         Ok(config)
@@ -73,7 +75,7 @@ pub(crate) fn main(args: &RailArgs, invocation: &Invocation) -> Result<Verdict, 
     let transport = args.config()?.host.transport;
     if transport.maps_windows() {
         let problem = "copies inside one machine; measure a provider of libfabric, such as tcp";
-        return Err(Failure::request(format!("--transport {}: {problem}", transport.engine)));
+        return Err(Failure::request(format!("transport {}: {problem}", transport.engine)));
     }
     let json = Target::resolve("--json", args.json.as_deref())?;
     let role = ProcessRole::resolve(true)?;
