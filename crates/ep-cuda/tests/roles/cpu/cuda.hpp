@@ -1,10 +1,8 @@
 // CUDA's keywords, types and built-in functions, for a C++ compiler.
 #pragma once
-#include <algorithm>
 #include <bit>
 #include <cmath>
 #include <cstring>
-#include <numeric>
 
 #include "machine.hpp"
 
@@ -51,7 +49,6 @@ inline unsigned __umulhi(unsigned a, unsigned b) { return static_cast<unsigned>(
 inline float __uint_as_float(unsigned bits) { return std::bit_cast<float>(bits); }
 inline unsigned __float_as_uint(float value) { return std::bit_cast<unsigned>(value); }
 inline float __fmul_rn(float a, float b) { return a * b; }
-inline float __fsqrt_rn(float value) { return std::sqrt(value); }
 inline float __fmaf_rn(float a, float b, float c) { return std::fmaf(a, b, c); }
 inline int __float2int_rn(float value) { return static_cast<int>(std::lrintf(value)); }
 
@@ -111,18 +108,6 @@ inline unsigned __ballot_sync(unsigned mask, bool vote) {
 }
 
 inline bool __all_sync(unsigned mask, bool vote) { return __ballot_sync(mask, vote) == 0xFFFFFFFFu; }
-
-inline unsigned __reduce_add_sync(unsigned mask, unsigned value) {
-    check_mask(mask);
-    const unsigned long long* values = machine::meet_warp(Meeting::sum, value, false);
-    return static_cast<unsigned>(std::accumulate(values, values + 32, 0ull));
-}
-
-inline unsigned __reduce_min_sync(unsigned mask, unsigned value) {
-    check_mask(mask);
-    const unsigned long long* values = machine::meet_warp(Meeting::minimum, value, false);
-    return static_cast<unsigned>(*std::min_element(values, values + 32));
-}
 
 inline bool orders_block(const Site& site) { return !machine::left_out(Order::syncthreads, site); }
 

@@ -364,8 +364,7 @@ void step(bool changes) {
 u64 clock() { return world.now; }
 
 const u64* meet_warp(Meeting meeting, u64 brought, bool orders) {
-    static constexpr const char* DOING[] = {"waits at __syncwarp", "waits at a shuffle", "waits at a vote",
-                                            "waits at a sum", "waits at a minimum"};
+    static constexpr const char* DOING[] = {"waits at __syncwarp", "waits at a shuffle", "waits at a vote"};
     Lane& self = *running;
     Warp& warp = *self.warp;
     world.steps++;

@@ -97,7 +97,7 @@ void step(bool changes);
 // The time in nanoseconds. It advances as blocks take turns, and fast when all lanes wait.
 u64 clock();
 
-enum class Meeting : u8 { sync, shuffle, vote, sum, minimum };
+enum class Meeting : u8 { sync, shuffle, vote };
 
 // Waits for all lanes of the warp. Returns what each lane has brought, valid until the next meeting. `orders`: whether
 // the meeting orders the lanes' memory accesses.
