@@ -103,8 +103,14 @@ pub(crate) enum Health {
 const ALIVE: u32 = 0;
 const LEFT: u32 = 1;
 const FAILED: u32 = 2;
-const OPERATORS: [Operator; 4] =
-    [Operator::Join, Operator::Preprocess, Operator::Dispatch, Operator::Combine];
+const OPERATORS: [Operator; 6] = [
+    Operator::Join,
+    Operator::Preprocess,
+    Operator::Dispatch,
+    Operator::Combine,
+    Operator::Reduce,
+    Operator::Share,
+];
 
 fn index_of<T: PartialEq>(all: &[T], one: &T) -> u32 {
     all.iter().position(|other| other == one).unwrap_or(0) as u32

@@ -45,6 +45,8 @@
 //! | `schedule` | which chunks and messages of an operator are claimed | `dispatch`, `combine` |
 //! | `comm` | entering and finishing an operator, the worker loop | `operators`, the three operators |
 //! | `wait` | bounded waiting; finds the rank at fault | `comm`, `preprocess` |
+//! | `progress` | what a worker knows while it waits | `wait` |
+//! | `published` | how ranks name memory to each other | `control`, `directory`, `memory` |
 //! | `pulse` | the heartbeat thread; tells a busy rank from a stopped process | `buffer`, `wait` |
 //! | `control` | the control block, and the protocol that makes shared access sound | `comm`, `wait`, `pulse` |
 //! | `rail` | rings of slots and credits between domains | `comm`, the three operators |

@@ -47,7 +47,7 @@ impl TryFrom<Written> for Compression {
         match written {
             Written::Ratio(ratio) => Ok(Self::By(ratio)),
             Written::Name(name) if name == "int8" => Ok(Self::Int8),
-            Written::Name(name) => Err(format!("unknown codec `{name}`: possible are `int8` and a ratio")),
+            Written::Name(name) => Err(format!("unknown codec `{name}`: write `int8` or a ratio")),
         }
     }
 }

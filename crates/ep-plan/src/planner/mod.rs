@@ -173,7 +173,8 @@ impl Planner {
     /// # Errors
     /// [`PlanError::Count`] when there are more GPUs than [`limits::EXPERTS`] allows. [`PlanError::OwnExperts`] when a
     /// GPU cannot hold even its own experts. [`PlanError::Quantity`] or [`PlanError::Count`] when an option is out of
-    /// range. [`PlanError::TooMany`] when there are more candidates than [`limits::CANDIDATES`].
+    /// range. [`PlanError::TooMany`] when there are more candidates than [`limits::CANDIDATES`]. [`PlanError::Unequal`]
+    /// when the paper's model is chosen for sites of unequal sizes.
     pub fn new(cluster: Cluster, model: Model, options: Options) -> Result<Self> {
         options.check()?;
         let experts_per_gpu = model.description().experts.div_ceil(cluster.gpus());

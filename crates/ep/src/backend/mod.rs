@@ -81,7 +81,7 @@ pub struct Traffic {
     pub transport_messages: u64,
     /// Bytes of counts that this rank received in preprocess.
     pub preprocess_bytes: u64,
-    /// Time during which no worker of this rank could make progress.
+    /// Time that a worker of this rank has waited inside operators: the mean over its workers.
     pub waited: Duration,
 }
 
