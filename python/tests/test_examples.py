@@ -115,6 +115,7 @@ def namespaces() -> set[str]:
     return {line.split()[0] for line in listed.splitlines()}
 
 
+@pytest.mark.slow
 def test_modes_across_datacenters_learn_the_same(tmp_path: Path) -> None:
     printed, result = cross_dc(tmp_path, "--unshaped", "--modes", "plain,exact,int8")
     assert "The rate is not limited" in printed and result["link"] is None
@@ -128,6 +129,7 @@ def test_modes_across_datacenters_learn_the_same(tmp_path: Path) -> None:
     assert all(3.5 * int8 < exact for int8, exact in zip(sent["int8"], sent["exact"], strict=True))
 
 
+@pytest.mark.slow
 def test_the_emulated_link_is_measured_and_predicted(tmp_path: Path) -> None:
     sys.path.insert(0, str(EXAMPLES / "cross_dc"))
     import network
