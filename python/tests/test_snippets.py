@@ -53,6 +53,21 @@ assert state.keys() == right.keys() and all(torch.equal(state[name], right[name]
 """,
     ),
     ("docs/migration.md", "import torch"): ("", "assert migration.step == 4"),
+    # The plan of one GPU. Two stages with two EP groups of two GPUs each need 8 ranks.
+    ("docs/planner.md", "import json"): (
+        """
+import json, os, pathlib
+import torch.distributed as dist
+os.chdir(pathlib.Path(__file__).parent)
+pathlib.Path("groups.json").write_text(json.dumps({"layout": {"ep_groups": [[[0]]]}}))
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+""",
+        """
+assert (buffer.rank, dist.get_world_size(same_experts)) == (0, 1)
+buffer.close()
+dist.destroy_process_group()
+""",
+    ),
     ("docs/megatron.md", "from hybrid_ep import install_as_deep_ep"): (
         "",
         """
