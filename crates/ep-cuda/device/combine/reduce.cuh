@@ -1,7 +1,17 @@
-// The reduce role. The rank that owns the tokens adds the partial sums of the ranks of its domain in rank order, and
-// writes the result. Its own partial sum is the sum of its experts' rows, computed here and not rounded. With rails, it
-// also adds the domain sums of the other domains: `Send::GROUP_FIRST` (lists.cuh) describes the order. The rank that
-// forwards a foreign set has this role, too: it writes the domain sums of the set to the lane.
+// The reduce role. The rank that owns the tokens adds the partial sums of the ranks of its domain in rank order. Its
+// own partial sum is the sum of its experts' rows, which is not rounded. With rails, it also adds the domain sums of
+// the other domains: `Send::GROUP_FIRST` (lists.cuh) describes the order. The rank that forwards a foreign set has
+// this role, too: its domain sums of the set go to a rail lane.
+//
+// The producer warp of every team of every block runs this role, in turn with the push role (kernel.cu). It claims
+// tokens, waits for flags, starts the loads of steps, and hands these to the consumers of its team (steps.cuh), which
+// add and store later. When `Reducer::reduce` returns, no sum need be in memory. A token whose entries are all dead
+// gets a row of zeros.
+//
+// The role writes nothing on peers. `partials` exists once: this kernel ends only after it has seen all flags, and
+// peers write again only after this rank's next handshake. Rail lanes exist twice, by the epoch's parity.
+// docs/protocol.md and docs/cuda-rails.md have all words and memory orders, docs/adding-a-kernel.md the places of a
+// variant.
 #pragma once
 #include "rails.cuh"
 #include "steps.cuh"
@@ -13,7 +23,7 @@ struct ReduceSet {
     float* prob_scratch;
     // The domain of the set's tokens. Not used without rails.
     u32 domain;
-    // The number of tokens that workers have claimed.
+    // The word that counts the tokens of the set that producers have claimed for this role.
     u32* taken;
 };
 
@@ -21,7 +31,9 @@ __device__ inline ReduceSet own_tokens(const CombineParams& p) {
     return {p.handle, p.partials, p.prob_scratch, RAILS ? p.common.rails.domain : 0, &p.common.own->tokens_taken};
 }
 
-// The number of partial sums of one set for which the memory has room.
+// The number of partial sums of one set for which the memory has room. The slot of a partial sum is the index of its
+// entry in `sends`, which has at most one entry for each copy and one dead entry for each token. The slots of this
+// rank's own entries and of dead ones stay unused.
 __device__ inline u64 set_slots(const Common& c) { return static_cast<u64>(c.rails.most_copies) + c.rails.most_rows; }
 
 __device__ inline ReduceSet foreign_tokens(const CombineParams& p, u32 domain) {
@@ -34,13 +46,16 @@ __device__ inline bool is_foreign(const Common& c, const ReduceSet& set) {
     return RAILS && set.domain != c.rails.domain;
 }
 
-// The flags that a rank of this domain sets for the tokens of a set.
+// The flags that a rank of this domain sets for the tokens of a set. Their row is that of the peer's rail peer in the
+// set's domain, so that no two ranks write the same flag (`alias` in rails.cuh). For this rank's own tokens this is
+// the peer itself.
 __device__ inline const u32* flags_of(const Common& c, const ReduceSet& set, u32 peer) {
     const u32 source = RAILS ? set.domain * c.rails.local_ranks + (peer - c.rails.first) : peer;
     return c.own->flags[source];
 }
 
-// The last chunk of domain sums from `domain` that chunk `chunk` of this rank's tokens needs; NONE if it needs none.
+// The last rail chunk of the set from `domain` with a domain sum for chunk `chunk` of this rank's tokens; NONE if it
+// has none.
 __device__ inline u32 rail_chunk(const Common& c, const HandleView& h, u32 domain, u32 chunk) {
     const u32* rows = rail_begin(h, domain).rows;
     return rows[chunk] == rows[chunk + 1] ? NONE : (rows[chunk + 1] - 1) / c.rails.chunk_rows;
@@ -63,8 +78,10 @@ __device__ inline bool await_chunk(const Common& c, const ReduceSet& set, u32 ch
     return fine;
 }
 
-// Whether those flags and domain sums of the chunk that this lane checks have arrived. Called by all lanes; the caller
-// combines their answers by a vote.
+// Whether those flags and domain sums of the chunk that this lane of the warp checks have arrived. Called by all
+// lanes; the caller combines their answers by a vote. The answer may be false although the sums have arrived, while
+// another thread reads the rail peer's progress. With rails, the call may itself read that progress, store it for
+// other threads (`rail_seen`), and report a peer that called with other arguments.
 __device__ inline bool chunk_is_here(const Common& c, const ReduceSet& set, u32 chunk, u32 epoch) {
     bool there = true;
     for (u32 peer = domain_begin(c) + lane_id(); peer < domain_end(c); peer += WARP)
@@ -77,8 +94,10 @@ __device__ inline bool chunk_is_here(const Common& c, const ReduceSet& set, u32 
     return there;
 }
 
-// The layout of a lane to or from another domain: domain sums, then the probabilities of the copies. Moves `end` behind
-// them.
+// The layout of a rail lane to or from another domain: domain sums, then the probabilities of the copies. Moves `end`
+// behind them. Block 0 of the sender publishes it (`announce_sums` in kernel.cu); the receiver computes the same
+// offsets from its own lists. A unit has one flag for its sums (`count_written` in steps.cuh) and one for its
+// probabilities (`gather_set_probs`).
 __device__ inline PlanHead sums_plan(const CombineParams& p, u32 rows, u32 copies, u64& end) {
     PlanHead head;
     head.rows = rows;
@@ -104,7 +123,8 @@ __device__ inline float gathered(const CombineParams& p, const ReduceSet& set, c
     return p.row_probs[copy.row() * p.prob_stride + (p.handle.permuted ? 0 : copy.local_expert())];
 }
 
-// The probability of a copy that was sent to another domain. Read by a plain load, as in `gathered`.
+// The probability of a copy that has come back from another domain; `row` of such a copy is its place among the
+// copies of the rail. Read by a plain load, as in `gathered`.
 __device__ inline float returned(const CombineParams& p, const Copy& copy, u32 epoch) {
     const Common& c = p.common;
     const HandleView& h = p.handle;
@@ -130,7 +150,8 @@ __device__ inline void gather_probs(const CombineParams& p, u32 chunk, u32 epoch
     }
 }
 
-// Writes the probabilities of a chunk of a foreign set to the lane, and releases them.
+// Writes the probabilities of a chunk of a foreign set to the rail lane, and releases them to the proxy by the
+// chunk's second flag.
 __device__ inline void gather_set_probs(const CombineParams& p, const ReduceSet& set, u32 chunk, u32 epoch) {
     const Common& c = p.common;
     const HandleView& h = set.lists;
@@ -143,7 +164,8 @@ __device__ inline void gather_set_probs(const CombineParams& p, const ReduceSet&
     if (lane_id() == 0) st_release_sys(&rail_end(c, epoch, set.domain)->out_flags[2 * chunk + 1], epoch);
 }
 
-// The summand of entry number `send`: the partial sum of another rank, a row of this rank, or another domain's sum.
+// The summand of the entry with the index `send`: the partial sum of another rank, a row of this rank, or another
+// domain's sum.
 __device__ inline Summand reduce_summand(const CombineParams& p, const ReduceSet& set, const Send& entry, u32 send,
                                          u32 epoch) {
     if (entry.is_dead()) return no_summand();
@@ -171,8 +193,8 @@ struct ReduceRows {
     }
 };
 
-// One producer in the reduce role. It claims a few consecutive tokens of one set at a time. With rails, it first claims
-// tokens of foreign sets, because their sums still have to cross to another domain.
+// The producer of one team in the reduce role. It claims a few consecutive tokens of one set at a time. With rails,
+// it first claims tokens of foreign sets, because their sums still have to cross to another domain.
 struct Reducer {
     // Maximum number of tokens of a claim: several, so that their lists are read together; few, so that workers finish
     // at about the same time.
@@ -184,7 +206,9 @@ struct Reducer {
     // Claimed and not yet reduced: tokens [token, end).
     u32 token = 0;
     u32 end = 0;
-    u32 begin = NONE;  // see `sums_of`
+    // The first entry of a token whose entries began in an earlier batch; NONE if there is none (`sums_of` in
+    // lists.cuh).
+    u32 begin = NONE;
     // The domain whose tokens are claimed.
     u32 domain;
 
@@ -203,8 +227,8 @@ struct Reducer {
     // The number of tokens of the set that all workers have claimed. May exceed the number of tokens.
     __device__ u32 all_taken() const { return __shfl_sync(ALL_LANES, ld_relaxed_gpu(set().taken), 0); }
 
-    // Claims tokens of the set; returns false if none are left. `taken`: a recent value of `all_taken`, which determines
-    // how many tokens are claimed.
+    // Claims tokens of the set; returns false if none are left. kernel.cu decides whether to claim at all. `taken`: a
+    // recent value of `all_taken`, which determines how many tokens are claimed.
     __device__ bool take(u32 taken) {
         const ReduceSet from = set();
         const u32 tokens = from.lists.tokens;
@@ -216,7 +240,8 @@ struct Reducer {
     }
 
     // Claims tokens of this set or, with rails, of the next one that has some left; none of this rank's own if
-    // `foreign_only`.
+    // `foreign_only`: a producer must not wait for domain sums of others while tokens of foreign sets are left
+    // (docs/cuda-rails.md, "No deadlock").
     __device__ bool take_next(bool foreign_only) {
         while (!take(all_taken())) {
             if (!foreign()) return false;
@@ -239,6 +264,8 @@ struct Reducer {
     }
 
     // Waits until `ready` would return true. Returns false, after the fault was reported, if a sum does not arrive.
+    // Then the caller ends the steps of its team; the claimed tokens are not reduced, and their outputs are
+    // undefined.
     __device__ bool await() const {
         const ReduceSet from = set();
         for (u32 chunk = first_chunk(); chunk <= last_chunk(); chunk++)
@@ -246,9 +273,9 @@ struct Reducer {
         return true;
     }
 
-    // Reduces the claimed tokens, which must be ready.
+    // Hands on the steps that reduce the claimed tokens, which must be ready. The consumers store the sums later.
     __device__ void reduce() {
-        // Orders the partial sums, which peers have written, before the reads of the bulk copy engine.
+        // Orders the partial sums and rail lanes, which others have written, before the bulk loads that `put` issues.
         copy_fence_global();
         __syncwarp();
         const ReduceSet from = set();
@@ -296,13 +323,16 @@ struct Reducer {
         const u32 count = __popc(sums.whole.ends);
         const Summand summand =
             mine ? reduce_summand(p, from, batch.entry, batch.first + lane_id(), epoch) : no_summand();
-        put_sums(producer, sums.whole, summand, wire, false,
+        // A single summand is added, too: that converts its type, and gives -0 and NaNs the bits of a sum.
+        put_sums(producer, sums.whole, summand, wire, /*single_as_is=*/false,
                  [&](const Sums& rest) { return out + (token + count - __popc(rest.ends)) * row_bytes; });
         token += count;
     }
 };
 
-// Gathers the probabilities of all chunks of this rank's tokens, each after its partial sums. Chunks are assigned statically.
+// Gathers the probabilities of all chunks of this rank's tokens, each after its partial sums. Called by each producer
+// after its last token, if they are requested; its consumers may still add. Chunks are assigned by the worker's
+// number.
 __device__ inline void gather_all_probs(const CombineParams& p, const Worker& worker, u32 epoch) {
     for (u32 chunk = worker.index; chunk < p.handle.chunks; chunk += worker.workers) {
         if (!await_chunk(p.common, own_tokens(p), chunk, epoch)) return;
