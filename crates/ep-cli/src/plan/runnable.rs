@@ -82,7 +82,10 @@ fn indivisible(problem: &Problem, parts: &Parts, stages: usize) -> String {
         }
     }
     let unequal = has_datacenters.then(|| unequal_nodes(problem, stages)).flatten();
-    possible.extend(unequal.map(|nodes| format!("other numbers of nodes (`--nodes {nodes}`)")));
+    let level = problem.cluster.levels.get(1).map_or("", |level| level.name.as_str());
+    possible.extend(unequal.map(|nodes| {
+        format!("other numbers of nodes (`--nodes {nodes}`, or in a file `members = [{nodes}]` of level '{level}')")
+    }));
     possible.push(WITHOUT_RUNNABLE.to_owned());
     format!(
         "--runnable: each stage spans all {name}, so its number of GPUs is a multiple of {count} and does not divide the {experts} \
