@@ -187,16 +187,7 @@ impl Links {
         let base =
             member.secret.as_ref().map_or(Key::of(b"hybrid-ep links", b""), |s: &Secret| s.key().clone());
         let key = base.derive(b"links", &shares);
-        let mut meeting = Meeting {
-            rank: member.rank,
-            ranks: member.ranks as u32,
-            key: &key,
-            watch: Watch { rank: member.rank, interrupt: member.interrupt.clone() },
-            network_timeout: member.network_timeout,
-            peers: invitations.iter().map(Peer::new).collect(),
-            certain: None,
-            vague: None,
-        };
+        let mut meeting = Meeting::new(member, &key, invitations);
         let met = meeting.meet(&door, Clock::new(member.timeout), &mut lost);
         // Tell the peers of an error before the door and the links close: a link that closes without a message means
         // that this rank died.
@@ -288,7 +279,21 @@ impl Peer {
     }
 }
 
-impl Meeting<'_> {
+impl<'a> Meeting<'a> {
+    /// A rank that is linked to no peer yet. `key` is that of all links.
+    fn new(member: &Member, key: &'a Key, invitations: &[Invitation]) -> Self {
+        Self {
+            rank: member.rank,
+            ranks: member.ranks as u32,
+            key,
+            watch: Watch { rank: member.rank, interrupt: member.interrupt.clone() },
+            network_timeout: member.network_timeout,
+            peers: invitations.iter().map(Peer::new).collect(),
+            certain: None,
+            vague: None,
+        }
+    }
+
     fn meet(&mut self, door: &Door, clock: Clock, lost: &mut dyn FnMut() -> Option<Error>) -> Result<()> {
         let listeners = [Some(&door.listener), door.network.as_ref()].into_iter().flatten();
         let mut receptions: Vec<_> =

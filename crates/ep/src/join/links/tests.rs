@@ -257,17 +257,7 @@ fn a_rank_that_fails_after_it_has_linked_is_named_while_another_rank_is_missing(
 #[cfg_attr(miri, ignore = "sockets")]
 fn a_rank_that_is_linked_at_the_second_attempt_is_not_lost() {
     let ([zero, _one, _two], invitations, key) = doors();
-    let member = patient(1, 3);
-    let mut meeting = Meeting {
-        rank: member.rank,
-        ranks: member.ranks as u32,
-        key: &key,
-        watch: Watch { rank: member.rank, interrupt: member.interrupt.clone() },
-        network_timeout: member.network_timeout,
-        peers: invitations.iter().map(Peer::new).collect(),
-        certain: None,
-        vague: None,
-    };
+    let mut meeting = Meeting::new(&patient(1, 3), &key, &invitations);
     let fail = |meeting: &mut Meeting<'_>, at| {
         meeting.not_connected(at, ErrorKind::ConnectionRefused, String::new).unwrap();
         std::thread::sleep(GRACE_PERIOD);
