@@ -45,7 +45,7 @@ use ep::{Result, TrafficClass};
 
 pub use engine::open;
 pub use nearest::{DeviceLocation, Nearest, Nic, Relation, nearest};
-pub use nics::nearest_nics;
+pub use nics::{SYSFS, is_nvidia_gpu, nearest_nics};
 
 /// Which provider of which library an engine uses.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]

@@ -14,16 +14,25 @@ use crate::info::{Entry, find_entry};
 use crate::library::Library;
 use crate::nearest::{DeviceLocation, Nic, nearest};
 
+/// The directory of the running system's devices, for [`nearest_nics`].
+pub const SYSFS: &str = "/sys";
+
 /// The identifier of the vendor NVIDIA on the PCI bus.
 const NVIDIA: u32 = 0x10de;
 /// The classes of GPUs: VGA controllers and 3D controllers.
 const GPU_CLASSES: [u32; 2] = [0x0300, 0x0302];
 
+/// Whether a PCI device is a GPU among which the NICs are shared, by its vendor and its class (base class, subclass and
+/// programming interface, a byte each).
+pub fn is_nvidia_gpu(vendor: u32, class: u32) -> bool {
+    vendor == NVIDIA && GPU_CLASSES.contains(&(class >> 8))
+}
+
 /// The NICs of the provider in `options` that are for the GPU at the PCI address `gpu`, as [`Options::domains`] takes them:
 /// the nearest ones, shared evenly with the other GPUs of the machine.
 ///
 /// Empty where they cannot be determined: the provider does not tell where its NICs are, as with `tcp`, or the machine does
-/// not show the GPU. `sysfs` is the directory that is called `/sys` on the machine.
+/// not show the GPU. `sysfs` is [`SYSFS`], or a directory like it.
 ///
 /// # Errors
 /// As of [`open`](crate::open), for the library and the options.
@@ -83,7 +92,7 @@ pub(crate) struct Bus<'a>(&'a Path);
 
 impl Bus<'_> {
     pub(crate) fn of_this_machine() -> Self {
-        Bus(Path::new("/sys"))
+        Bus(Path::new(SYSFS))
     }
 
     /// A file of the device at this PCI address, without white space at its ends.
@@ -99,8 +108,8 @@ impl Bus<'_> {
             u32::from_str_radix(text.trim_start_matches("0x"), 16).ok()
         };
         let is_gpu = |address: &String| {
-            number(address, "vendor") == Some(NVIDIA)
-                && number(address, "class").is_some_and(|class| GPU_CLASSES.contains(&(class >> 8)))
+            let registers = number(address, "vendor").zip(number(address, "class"));
+            registers.is_some_and(|(vendor, class)| is_nvidia_gpu(vendor, class))
         };
         let Ok(devices) = fs::read_dir(self.0.join("bus/pci/devices")) else { return Vec::new() };
         let addresses = devices.filter_map(|device| device.ok()?.file_name().into_string().ok());

@@ -52,7 +52,7 @@ fn open(
     options: &TransportOptions,
     limits: Limits,
 ) -> Result<Box<dyn Unconnected>> {
-    let options = fabric_options(options, place, Path::new("/sys"))?;
+    let options = fabric_options(options, place, Path::new(ep_fabric::SYSFS))?;
     // SAFETY: a segment is mapped, with an unchanging length, until it is dropped. Other ranks may write to it at any
     // time: only pointers and atomics access it.
     unsafe { ep_fabric::open(&options, rail, window as Arc<dyn ep::Window>, limits) }

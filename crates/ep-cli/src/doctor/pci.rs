@@ -2,7 +2,6 @@
 
 use super::{fact::Fact, parse, probe::Probe};
 
-pub(super) const VENDOR_NVIDIA: u32 = 0x10de;
 pub(super) const VENDOR_AMAZON: u32 = 0x1d0f;
 pub(super) const VENDOR_MELLANOX: u32 = 0x15b3;
 
@@ -22,7 +21,7 @@ pub(super) struct Device {
 impl Device {
     /// An NVIDIA display or 3D controller.
     pub(super) fn is_nvidia_gpu(&self) -> bool {
-        self.vendor == VENDOR_NVIDIA && matches!(self.class >> 8, 0x0300 | 0x0302)
+        ep_fabric::is_nvidia_gpu(self.vendor, self.class)
     }
 
     /// An Elastic Fabric Adapter. The vendor's other devices are ordinary network and disk controllers.
