@@ -57,13 +57,16 @@ assert state.keys() == right.keys() and all(torch.equal(state[name], right[name]
     ("docs/planner.md", "import json"): (
         """
 import json, os, pathlib
+import torch
 import torch.distributed as dist
+part_of_the_model = torch.nn.Linear(2, 2)
 os.chdir(pathlib.Path(__file__).parent)
 pathlib.Path("groups.json").write_text(json.dumps({"layout": {"ep_groups": [[[0]]]}}))
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 """,
         """
-assert (buffer.rank, dist.get_world_size(same_experts)) == (0, 1)
+assert (buffer.rank, dist.get_world_size(same_experts), dist.get_world_size(stage_ranks)) == (0, 1, 1)
+assert part_of_the_model.weight.grad is not None
 buffer.close()
 dist.destroy_process_group()
 """,

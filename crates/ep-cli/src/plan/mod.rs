@@ -8,11 +8,13 @@ mod html;
 mod paper;
 mod remedy;
 mod runnable;
+mod software;
 pub(crate) mod steps;
 mod sweep;
 #[cfg(test)]
 mod tests;
 mod text;
+mod upgrades;
 mod words;
 
 use clap::ValueEnum as _;
@@ -25,9 +27,11 @@ use serde::Serialize;
 
 pub(crate) use self::args::PlanArgs;
 use self::args::StrategyChoice;
-use self::runnable::{not_runnable, restrict_to_runtime, too_many_ranks};
+use self::runnable::{not_runnable, restrict_to_runtime, runnable_on, too_many_ranks};
+use self::software::Runtime;
 use self::steps::Shown;
 use self::sweep::{Request, Sweep};
+use self::upgrades::{Upgrade, upgrades};
 use crate::common::failure::{Failure, Verdict};
 use crate::common::output::{Checked, Target, check_apart, print_beside, to_stderr, to_stdout};
 use crate::planner::problem::Problem;
@@ -45,6 +49,9 @@ struct PlanReport<'a> {
     /// The best plans on parts of the cluster, fastest first; absent for forward passes.
     #[serde(skip_serializing_if = "Option::is_none")]
     fewer: Option<&'a [Fewer]>,
+    /// The step with twice of each resource; absent for forward passes.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    upgrades: Option<&'a [Upgrade]>,
     /// Layers of one EP group of the strategy that is shown.
     plan: &'a Plan,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -133,6 +140,7 @@ fn plan(wanted: &Wanted<'_>, problem: &Problem) -> Result<(), Failure> {
         assumed: text::assumed(problem),
         step: step.as_ref().map(|shown| &shown.plan),
         fewer: step.as_ref().map(|shown| &shown.fewer[..]),
+        upgrades: step.as_ref().map(|shown| &shown.upgrades[..]),
         plan: &plan,
         sweep: sweep.as_ref(),
         stream_model: stream_model.as_deref(),
@@ -215,7 +223,7 @@ fn solve(wanted: &Wanted<'_>, problem: &Problem) -> Result<(Option<Shown>, Plan)
         })
     })?;
     let layers = planner.layer_plan(&plan.prices[index]).map_err(Failure::request)?;
-    let among = steps::dispatch_ranks(&plan.prices[index]);
+    let among = software::dispatch_ranks(&plan.prices[index]);
     if args.runnable && among > ep_cuda::MAX_RANKS {
         let given = wanted.unrestricted.as_ref().unwrap_or(problem);
         return Err(Failure::request(too_many_ranks(given, among)));
@@ -230,10 +238,25 @@ fn solve(wanted: &Wanted<'_>, problem: &Problem) -> Result<(Option<Shown>, Plan)
     let unrestricted = wanted.unrestricted.as_ref();
     let unrestricted = unrestricted.and_then(|problem| Some(plan_with(problem, |_| ())?.best().clone()));
     let fewer = planner.on_fewer();
-    let exact = None;
-    let mut shown =
-        Shown { plan, index, fewer, one_site_refused, roomy, exact, unrestricted, runnable: args.runnable };
-    shown.exact = exact_domains(problem, shown.head());
+    let upgrades = match &wanted.unrestricted {
+        Some(problem) => upgrades(problem, runnable_on),
+        None => upgrades(problem, |larger| Some(planned(&larger)?.best().clone())),
+    };
+    let head = if args.runnable { &plan.prices[index] } else { plan.best() };
+    let exact = exact_domains(problem, head);
+    let without_gathers = without_gathers(problem, head);
+    let shown = Shown {
+        plan,
+        index,
+        fewer,
+        upgrades,
+        one_site_refused,
+        roomy,
+        exact,
+        without_gathers,
+        unrestricted,
+        runnable: args.runnable,
+    };
     Ok((Some(shown), layers))
 }
 
@@ -266,6 +289,14 @@ fn exact_domains(problem: &Problem, best: &StepPrice) -> Option<StepPrice> {
         options.dense_gradient_compression = None;
     })?;
     plan.price(Strategy::ExpertDomains).filter(|price| price.fit == best.fit).cloned()
+}
+
+/// The best plan that gathers no experts. `None` unless `best` gathers some and the runtime cannot run it.
+fn without_gathers(problem: &Problem, best: &StepPrice) -> Option<StepPrice> {
+    if best.candidate.expert_domain_size() == 1 || Runtime::of(best, problem).is_some() {
+        return None;
+    }
+    Some(plan_with(problem, |options| options.memory_cap_gb = Some(0.0))?.best().clone())
 }
 
 /// The fastest expert domains if no memory is kept free. `None` unless memory decides: the expert domains of `plan` move no

@@ -4,7 +4,7 @@ use ep_plan::PlanError;
 use ep_plan::step::{Fit, Strategy};
 
 use super::planned;
-use super::steps::dispatch_ranks;
+use super::software::dispatch_ranks;
 use crate::common::units;
 use crate::planner::problem::Problem;
 

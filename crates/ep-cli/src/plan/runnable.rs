@@ -5,7 +5,7 @@ use ep_plan::planner::Replicas;
 use ep_plan::step::{StepPlan, StepPrice, Strategy};
 
 use super::planned;
-use super::steps::dispatch_ranks;
+use super::software::dispatch_ranks;
 use crate::common::failure::Failure;
 use crate::common::units;
 use crate::planner::problem::Problem;
@@ -167,9 +167,7 @@ pub(super) fn too_many_ranks(unrestricted: &Problem, among: usize) -> String {
     let runs = |stages: &usize| {
         let mut problem = unrestricted.clone();
         problem.options.pipeline_stages = Some(*stages);
-        let plan = restrict_to_runtime(&mut problem).ok().and_then(|()| planned(&problem));
-        let price = plan.as_ref().and_then(|plan| plan.price(Strategy::ExpertDomains));
-        price.is_some_and(|price| dispatch_ranks(price) <= ep_cuda::MAX_RANKS)
+        runnable_on(problem).is_some()
     };
     let more = spanning_stages(unrestricted).into_iter().filter(|&stages| stages > stages_now).find(runs);
     let more =
@@ -179,6 +177,13 @@ pub(super) fn too_many_ranks(unrestricted: &Problem, among: usize) -> String {
          possible: {more}fewer GPUs, or memory for gathering experts among more GPUs (`memory_cap`, `reserved_memory`)",
         ep_cuda::MAX_RANKS
     )
+}
+
+/// The runnable plan of a problem without the restrictions of [`restrict_to_runtime`], if there is one.
+pub(super) fn runnable_on(mut unrestricted: Problem) -> Option<StepPrice> {
+    restrict_to_runtime(&mut unrestricted).ok()?;
+    let plan = planned(&unrestricted)?;
+    plan.price(Strategy::ExpertDomains).filter(|price| dispatch_ranks(price) <= ep_cuda::MAX_RANKS).cloned()
 }
 
 /// The numbers of stages that a runnable plan can have: each stage has the same members of every datacenter, and its number of
@@ -195,18 +200,6 @@ fn spanning_stages(problem: &Problem) -> Vec<usize> {
     let (experts, layers) = (problem.model.experts, problem.model.moe_layers);
     found.retain(|&stages| stages <= layers && experts.is_multiple_of(gpus / stages));
     found
-}
-
-/// Whether the training runtime of this project can run the layers of a layout: one EP group in each stage, no copies of
-/// experts, no tensor parallelism, and no replicas or replicas that are kept for the whole step. If there are several stages,
-/// the program must implement the pipeline.
-pub(super) fn has_runtime(price: &StepPrice, problem: &Problem) -> bool {
-    let (layout, candidate) = (&price.layout, &price.candidate);
-    let copies = layout.copies().into_iter().product::<usize>();
-    copies == 1
-        && layout.tensor_parallel == 1
-        && problem.model.experts.is_multiple_of(layout.group_gpus())
-        && (candidate.replicas_kept || candidate.expert_domain_size() == 1)
 }
 
 /// The largest divisors of a number that are at most `most`, descending, as text.

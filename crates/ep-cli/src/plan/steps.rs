@@ -2,11 +2,12 @@
 
 use std::fmt::Write as _;
 
-use ep_plan::planner::{BaselineKind, Options};
-use ep_plan::step::{Fewer, Fit, StepPlan, StepPrice, Strategy};
+use ep_plan::planner::Options;
+use ep_plan::step::{Fewer, Fit, StepParts, StepPlan, StepPrice, Strategy};
 
-use super::runnable::has_runtime;
-use super::words::{baseline_name, relation, times};
+use super::software::{self, Runtime};
+use super::upgrades::Upgrade;
+use super::words::{relation, times};
 use crate::common::units;
 use crate::planner::problem::Problem;
 use crate::planner::text::{sizes, table};
@@ -19,12 +20,16 @@ pub(super) struct Shown {
     pub(super) index: usize,
     /// The best plans on parts of the cluster, fastest first.
     pub(super) fewer: Vec<Fewer>,
+    /// The same step with twice of each resource.
+    pub(super) upgrades: Vec<Upgrade>,
     /// Why one site alone holds no plan, if its memory is the reason.
     pub(super) one_site_refused: Option<String>,
     /// Faster expert domains that span sites and would fit if no memory were kept free.
     pub(super) roomy: Option<StepPrice>,
     /// The fastest expert domains without lossy compression, if the plan of [`head`](Self::head) is lossy expert domains.
     pub(super) exact: Option<StepPrice>,
+    /// The best plan that gathers no experts, if that of [`head`](Self::head) gathers some and the runtime cannot run it.
+    pub(super) without_gathers: Option<StepPrice>,
     /// With `--runnable`, the best plan without this option.
     pub(super) unrestricted: Option<StepPrice>,
     /// Whether `--runnable` chose the strategy.
@@ -75,11 +80,6 @@ pub(super) fn has_lossy_experts(price: &StepPrice, options: &Options) -> bool {
 /// Whether the experts or the dense gradients of a strategy change on the way.
 pub(super) fn is_lossy(price: &StepPrice, options: &Options) -> bool {
     has_lossy_gradients(price) || has_lossy_experts(price, options)
-}
-
-/// Number of GPUs of a dispatch group, in which the operators run.
-pub(super) fn dispatch_ranks(price: &StepPrice) -> usize {
-    price.layout.group_gpus() / price.candidate.expert_domain_size().max(1)
 }
 
 /// What a strategy changes in the training, compared with one datacenter.
@@ -145,42 +145,10 @@ pub(super) fn answer(shown: &Shown, problem: &Problem) -> Vec<String> {
         )
     }));
     lines.extend(fewer(shown, problem));
+    lines.push(parts(best));
     lines.extend(bottleneck(best, problem));
     lines.extend(synchronisation(best));
-    lines.extend(between_machines(best, problem));
-    let gathers = best.candidate.expert_domain_size();
-    let among = dispatch_ranks(best);
-    if among > ep_cuda::MAX_RANKS {
-        lines.push(format!(
-            "hybrid-ep itself cannot run this layout: tokens move among {among} GPUs, and its GPU operators support at most \
-             {}. `--set expert_parallel=N` plans for groups of N.",
-            ep_cuda::MAX_RANKS
-        ));
-    } else if has_runtime(best, problem) {
-        if best.layout.stages() > 1 {
-            lines.push(match gathers {
-                1 => "This layout gathers no experts: a training program with a pipeline can run it with `MoELayer` in the EP group of \
-                      each stage, which `--groups` lists."
-                    .into(),
-                _ => "`ExpertMigration` can run the layers of each stage: the training program brings the pipeline, and `--groups` \
-                      writes the groups (docs/migration.md#in-a-pipeline)."
-                    .into(),
-            });
-        }
-    } else {
-        lines.push(
-            "`ExpertMigration` cannot run this layout. A training program with its own pipeline, data or tensor parallelism \
-             can, and calls hybrid-ep inside each EP group. `--runnable` plans what `ExpertMigration` can run."
-                .into(),
-        );
-        if gathers > 1 {
-            lines.push(format!(
-                "This plan also gathers experts among {gathers} GPUs of an EP group. hybrid-ep does that in `ExpertMigration` only, so the \
-                 program must do it itself; a layer's time without it is that of `{}` below.",
-                baseline_name(BaselineKind::HierarchicalEp)
-            ));
-        }
-    }
+    lines.extend(software::lines(best, problem, shown.without_gathers.as_ref()));
     if best.fit == Fit::Tight && options.reserved_memory > 0.0 {
         lines.push(format!(
             "No layout leaves {:.0} % of a GPU's memory free (`reserved_memory`). This one holds the parameters, but \
@@ -257,12 +225,12 @@ fn unrestricted(shown: &Shown, problem: &Problem) -> Option<String> {
     if !is_faster(head.step_time / price.step_time) {
         return None;
     }
-    let software = match (has_runtime(price, problem), price.candidate.expert_domain_size()) {
-        (true, 1) => {
+    let software = match Runtime::of(price, problem) {
+        Some(Runtime::Layers) => {
             "A training program with a pipeline can run it with `MoELayer` (docs/migration.md#in-a-pipeline)."
         }
-        (true, _) => "`ExpertMigration` can run its layers, too.",
-        (false, _) => "`ExpertMigration` cannot run it.",
+        Some(Runtime::Migration) => "`ExpertMigration` can run its layers, too.",
+        None => "`ExpertMigration` cannot run it.",
     };
     let stages = match price.layout.stages() == head.layout.stages() {
         true => ", with the same number of stages",
@@ -305,6 +273,23 @@ fn is_faster(gain: f64) -> bool {
 /// Tokens per second of this part over those of the whole cluster.
 pub(super) fn gain(part: &Fewer, all: &StepPrice) -> f64 {
     part.price.tokens_per_second / all.tokens_per_second
+}
+
+/// Where the time of a step goes. Parts that round to 0 % are left out.
+fn parts(price: &StepPrice) -> String {
+    let StepParts { compute, exchanges, stage_links, fill, replicas } = price.parts();
+    let named = [
+        (compute, "compute"),
+        (exchanges, "exchanges inside the stages that compute does not hide, and uneven load"),
+        (stage_links, "waits for links between stages"),
+        (fill, "start and end of the pipeline"),
+        (replicas, "making replicas of parameters equal again"),
+    ];
+    let shown = named.iter().filter_map(|(time, what)| {
+        let percent = format!("{:.0} %", 100.0 * (*time / price.step_time));
+        (percent != "0 %" && percent != "-0 %").then(|| format!("{percent} {what}"))
+    });
+    format!("Time of a step: {}.", shown.collect::<Vec<_>>().join(", "))
 }
 
 /// The part of a step in which replicas are made equal, if it is a large one.
@@ -410,24 +395,6 @@ fn bottleneck(price: &StepPrice, problem: &Problem) -> Option<String> {
     ))
 }
 
-/// The levels over which the tokens of an EP group travel, other than the innermost one.
-fn between_machines(price: &StepPrice, problem: &Problem) -> Option<String> {
-    // Over a level that a domain spans completely, experts travel instead of tokens.
-    let domains = &price.candidate.domain_sizes;
-    let crossed =
-        price.layout.group_levels().filter(|&level| domains.get(level) < price.layout.group.get(level));
-    let names: Vec<&str> =
-        crossed.filter_map(|level| problem.cluster.levels.get(level)).map(|level| &*level.name).collect();
-    (!names.is_empty()).then(|| {
-        format!(
-            "Inside an EP group, tokens cross {} {}. Between machines hybrid-ep sends over TCP, and it was never measured on a \
-             network card.",
-            if names.len() == 1 { "level" } else { "levels" },
-            names.join(" and ")
-        )
-    })
-}
-
 /// The [`bottleneck`] of the strategy that is shown. `None` if it is the plan of [`Shown::head`], whose bottleneck [`answer`]
 /// names.
 pub(super) fn shown_bottleneck(shown: &Shown, problem: &Problem) -> Option<String> {
@@ -441,7 +408,7 @@ fn slower(gain: f64) -> String {
 }
 
 /// A strategy with its main choice.
-fn described(price: &StepPrice) -> String {
+pub(super) fn described(price: &StepPrice) -> String {
     let candidate = &price.candidate;
     match price.strategy {
         Strategy::ExpertDomains => {

@@ -56,10 +56,14 @@ fn the_answer_says_what_runs_the_plan_and_whether_one_site_holds_the_model() {
     let migration = "`ExpertMigration` can run the layers of each stage: ";
     let operators =
         "This layout gathers no experts: a training program with a pipeline can run it with `MoELayer` ";
+    let stage_of_several = "in each EP group. `--groups` lists the groups of all stages. `reduce_gradients` takes all ranks of a stage as \
+                            `group` and those with the same experts as `expert_group`.";
     for (options, too_small, says) in [
         ("", 1, Some(operators)),
-        ("--set=pipeline_stages=2", 1, Some(neither)),
-        ("--nodes=16", 0, Some(migration)),
+        ("--set=tensor_parallel=2", 1, Some(neither)),
+        ("--nodes=16", 0, Some(operators)),
+        ("--nodes=16", 0, Some(stage_of_several)),
+        ("--nodes=16 --set=expert_parallel=64 --set=pipeline_stages=4 --uplink=10Gbit/s", 0, Some(migration)),
         (
             "--nodes=16 --set=memory_cap=0.1GB --set=pipeline_stages=4 --set=expert_parallel=64",
             0,
@@ -71,8 +75,13 @@ fn the_answer_says_what_runs_the_plan_and_whether_one_site_holds_the_model() {
         for shown in reports(options) {
             assert_eq!(shown.matches(alone).count(), too_small, "{options}\n{shown}");
             for line in [neither, migration, operators] {
-                let expected = usize::from(says == Some(line));
+                let expected = usize::from(
+                    says.is_some_and(|says| says == line || (says, line) == (stage_of_several, operators)),
+                );
                 assert_eq!(shown.matches(line).count(), expected, "{options}: {line}\n{shown}");
+            }
+            if let Some(says) = says {
+                assert_eq!(shown.matches(says).count(), 1, "{options}: {says}\n{shown}");
             }
         }
     }
@@ -226,7 +235,8 @@ fn fewer_gpus_that_are_as_fast_are_named() {
 /// The report says which layout of each strategy it compares. Forward passes have no layouts.
 #[test]
 fn the_terms_say_which_layout_is_compared() {
-    let layout = "of those within 1 % of the fastest, preferably one with EP groups inside nodes, then the one with the fewest stages";
+    let layout = "of those within 1 % of the fastest, preferably one with EP groups inside nodes, then the one with the fewest \
+                  stages. Inside a datacenter, experts are gathered only if that saves 5 %.";
     for (options, times) in [("", 1), ("--set=work=forward", 0)] {
         let [text, explained, page] = reports(options);
         for shown in [text, explained] {
@@ -234,5 +244,41 @@ fn the_terms_say_which_layout_is_compared() {
         }
         let about = "each in its fastest layout (of those within 1 %, preferably one with EP groups inside nodes, then the one";
         assert_eq!(page.matches(about).count(), times, "{options}\n{page}");
+    }
+}
+
+/// The report says where the time of a step goes, and what larger clusters bring.
+#[test]
+fn the_answer_says_where_the_time_goes_and_what_larger_clusters_bring() {
+    let slow = "--nodes=32 --uplink=10Gbit/s --set=pipeline_stages=4 --set=weight_compression=1";
+    for (options, time) in
+        [("", "Time of a step: 89 % compute, "), (slow, "87 % waits for links between stages")]
+    {
+        for shown in reports(options) {
+            assert_eq!(shown.matches("Time of a step: ").count(), 1, "{shown}");
+            assert_eq!(shown.matches(time).count(), 1, "{time}\n{shown}");
+        }
+    }
+    for shown in reports("") {
+        for twice in ["bandwidth of wan", "bandwidth of rail", "nodes", "nodes and bandwidth of wan"] {
+            assert!(shown.contains(twice), "{twice}\n{shown}");
+        }
+    }
+    for shown in reports("--set=work=forward") {
+        assert!(!shown.contains("with twice the") && !shown.contains("Time of a step"), "{shown}");
+    }
+}
+
+/// A plan that gathers experts, and that no runtime runs, names the plan without gathers.
+#[test]
+fn a_plan_that_gathers_names_the_one_that_does_not() {
+    let gathers = "hybrid-ep does that in `ExpertMigration` only, so the program must do it itself.";
+    for shown in reports("--nodes=16 --uplink=1Gbit/s") {
+        assert_eq!(shown.matches(gathers).count(), 1, "{shown}");
+        assert_eq!(
+            shown.matches("With `--set memory_cap=0GB` the plan gathers none: ").count(),
+            1,
+            "{shown}"
+        );
     }
 }

@@ -11,6 +11,7 @@ use ep_plan::units::{Bytes, Seconds};
 
 use super::steps::{self, Shown};
 use super::sweep::Sweep;
+use super::upgrades;
 use super::words::{baseline_name, relation, times};
 use crate::common::units;
 use crate::planner::problem::Problem;
@@ -31,6 +32,8 @@ pub(super) fn render(
     if let Some(shown) = step {
         let answer = steps::answer(shown, problem).join("\n");
         let _ = write!(out, "\n{answer}\n\n{}\n", steps::compared(shown, &problem.options));
+        let larger = table(&upgrades::HEADER, upgrades::rows(&shown.upgrades, shown.head()), 1);
+        let _ = write!(out, "\n{larger}\n");
     }
     let _ = write!(
         out,
@@ -75,7 +78,8 @@ fn terms(problem: &Problem, has_steps: bool) -> String {
     let steps = match has_steps {
         true => {
             "a step is one global batch, in which a GPU is idle while it does not compute. In the table, each strategy has its fastest \
-             layout: of those within 1 % of the fastest, preferably one with EP groups inside nodes, then the one with the fewest stages. `dense sync` and `expert sync` make replicas of parameters equal \
+             layout: of those within 1 % of the fastest, preferably one with EP groups inside nodes, then the one with the fewest \
+             stages. Inside a datacenter, experts are gathered only if that saves 5 %. `dense sync` and `expert sync` make replicas of parameters equal \
              again at its end, without overlap: an upper bound. `bytes per link` leaves out activations between stages. "
         }
         false => "",

@@ -92,6 +92,8 @@ fn the_headline_names_the_fastest_strategy() {
     let exact = "Without lossy compression, the fastest is expert domains (2, 2, 1) with kept replicas, with exact weights and \
                  gradients, 1.21x slower.";
     assert!(text.contains(exact), "{text}");
+    let carrier = "The plan gathers experts over rail at the bandwidth of this level. `ExpertMigration` sends them by gloo";
+    assert!(text.contains(carrier), "{text}");
     let exact = ["--set=weight_compression=1", "--set=gradient_compression=1"];
     let text = run(&[&runnable[..], &exact].concat()).succeeded().stdout;
     assert!(text.contains("A step of 62,914,560 tokens takes 288.3 s"), "{text}");
@@ -107,7 +109,7 @@ fn fewer_gpus_that_are_faster_are_named() {
     );
     assert!(text.contains("Layout: 2 stages of 2 datacenters each, EP groups"), "{text}");
     assert!(
-        text.contains("58 % of a step makes replicas of parameters equal again: 523.2 s those of experts"),
+        text.contains("58 % of a step makes replicas of parameters equal again: 524.7 s those of experts"),
         "{text}"
     );
     let text = run(&["plan", "--nodes=64,63", "--round-trip=20ms", "--json=-"]);
@@ -173,7 +175,9 @@ fn without_arguments_an_example_is_planned() {
     let domains = run(&["plan", "--strategy=expert-domains"]).succeeded().stdout;
     assert!(domains.contains("Compression is lossy: weights int8, gradients int8."), "{domains}");
     let explained = run(&["plan", "--explain"]).succeeded().stdout;
-    assert!(explained.contains("would be best") && explained.contains("one more member"), "{explained}");
+    assert!(explained.contains("one more member"), "{explained}");
+    let explained = run(&["plan", "--explain", "--strategy=expert-domains"]).succeeded().stdout;
+    assert!(explained.contains("would be best"), "{explained}");
 }
 
 /// A layout that is tight on memory is never called the best, but the report says that it is faster.

@@ -108,16 +108,7 @@ impl Planner {
         text.extend(
             best.backward.zip(backward).map(|(pass, limit)| self.limit_sentence("Backward", &pass, limit)),
         );
-        text.extend(alternatives.first().map(|next| {
-            let ratio = next.layer_time / best.layer_time;
-            let slower = match ratio < 2.0 {
-                true => format!("{:.2}%", 100.0 * (ratio - 1.0)),
-                false => format!("{ratio:.1}x"),
-            };
-            let kept = if next.replicas_kept { " with kept replicas" } else { "" };
-            let sizes = domain_sizes_text(&next.domain_sizes);
-            format!("Next best: {sizes}{kept}, {slower} slower.")
-        }));
+        text.extend(alternatives.first().map(|next| self.next_sentence(best, next)));
         if let (true, Some(cap)) = (beyond > 0, best.memory.cap) {
             text.push(format!(
                 "{beyond} candidates need more than the {cap} that a GPU has for gathered experts."
@@ -238,6 +229,23 @@ impl Planner {
                 Some(self.best(&CostModel { memory, ..cost }).domain_sizes)
             }
         }
+    }
+
+    /// How the next best domain sizes compare with the best ones. They are faster if their gathers save too little.
+    fn next_sentence(&self, best: &Candidate, next: &Alternative) -> String {
+        let ratio = next.layer_time / best.layer_time;
+        let percent = format!("{:.2}%", 100.0 * (ratio - 1.0).abs());
+        let relation = match ratio {
+            _ if percent == "0.00%" => "as fast".to_owned(),
+            ratio if ratio < 1.0 => {
+                let least = 100.0 * self.least_saving;
+                format!("{percent} faster, but gathers that save at most {least}% of a layer are left out")
+            }
+            ratio if ratio < 2.0 => format!("{percent} slower"),
+            ratio => format!("{ratio:.1}x slower"),
+        };
+        let kept = if next.replicas_kept { " with kept replicas" } else { "" };
+        format!("Next best: {}{kept}, {relation}.", domain_sizes_text(&next.domain_sizes))
     }
 
     fn headline(&self, best: &Candidate) -> String {

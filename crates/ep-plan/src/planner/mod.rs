@@ -85,6 +85,8 @@ pub struct Planner {
     memory: Memory,
     /// Every choice of divisors; the first is all ones.
     unpriced: Vec<UnpricedCandidate>,
+    /// Part of a layer's time that gathers of experts must save to be chosen.
+    least_saving: f64,
 }
 
 /// The best domain sizes with their cost, alternatives, baselines and explanation.
@@ -214,7 +216,12 @@ impl Planner {
             .filter(|sizes| outermost.contains(&sizes[0]))
             .map(|domain_sizes| UnpricedCandidate::new(&scaling_factors, domain_sizes, &model, &options))
             .collect::<Result<_>>()?;
-        Ok(Self { cluster, model, options, experts_per_gpu, memory, unpriced })
+        Ok(Self { cluster, model, options, experts_per_gpu, memory, unpriced, least_saving: 0.0 })
+    }
+
+    /// The planner, with gathers of experts chosen only if they save more than this part of a layer's time.
+    pub(crate) fn with_least_saving(self, least_saving: f64) -> Self {
+        Self { least_saving, ..self }
     }
 
     /// Finds the fastest candidate that fits into memory, compares it with the baselines and explains it.
@@ -345,16 +352,20 @@ impl Planner {
     }
 
     /// The candidate with the least time. Of candidates with equal times, the one with the smallest `ΠS` is chosen,
-    /// then the one without kept replicas. The candidate of all ones gathers nothing, so it always fits.
+    /// then the one without kept replicas. The candidate of all ones gathers nothing, so it always fits; it is also chosen
+    /// if the others save no more than `least_saving`.
     fn best(&self, cost: &CostModel<'_>) -> Candidate {
         let rank = |candidate: &Candidate| (candidate.expert_domain_size(), candidate.replicas_kept);
         let all_ones = cost.price(&self.unpriced[0], self.replica_choices()[0]);
-        self.candidates(cost).filter(|candidate| candidate.memory.fits()).fold(all_ones, |best, candidate| {
+        let fitting = self.candidates(cost).filter(|candidate| candidate.memory.fits());
+        let best = fitting.fold(all_ones.clone(), |best, candidate| {
             let (least, time) = (best.layer_time.0, candidate.layer_time.0);
             let tied = (time - least).abs() <= TIE * least;
             let better = if tied { rank(&candidate) < rank(&best) } else { time < least };
             if better { candidate } else { best }
-        })
+        });
+        let saves = best.layer_time.0 < all_ones.layer_time.0 * (1.0 - self.least_saving);
+        if saves || best.expert_domain_size() == 1 { best } else { all_ones }
     }
 
     /// A layer without expert domains whose tokens take this path; if no path is given, a layer with the fastest domain

@@ -22,6 +22,7 @@ mod fewer;
 mod fixed;
 mod layout;
 mod memory;
+mod parts;
 mod price;
 mod schedule;
 mod stragglers;
@@ -32,6 +33,7 @@ use serde::{Deserialize, Serialize};
 pub use fewer::Fewer;
 pub use layout::Layout;
 pub use memory::{Fit, StepMemory};
+pub use parts::StepParts;
 pub use price::{Bottleneck, Boundary, StepPrice, pipeline_passes};
 pub use schedule::{PipelineWork, SimulatedStep, simulate_pipeline};
 pub use sync::DenseExchange;
@@ -52,6 +54,10 @@ const SEARCH: f64 = (1u64 << 22) as f64;
 /// groups each lie in one member of the second innermost level, usually a node; then one with fewer stages; then one with
 /// larger EP groups.
 const SIMPLER: f64 = 0.01;
+
+/// Part of the time that gathers of experts inside a datacenter must save to be chosen, of a layer and of a step. They are priced at the bandwidth of
+/// NVLink or the rails, at which no runtime of this project sends experts, and only some layouts with gathers have a runtime.
+const LEAST_SAVING: f64 = 0.05;
 
 /// What the datacenters exchange in a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
@@ -257,7 +263,7 @@ impl StepPlanner {
         layouts
     }
 
-    /// The simplest layout that is within [`SIMPLER`] of the fastest, and whether layouts were left out.
+    /// The simplest layout that is within [`SIMPLER`] of the fastest without gathers that save less than [`LEAST_SAVING`], and whether layouts were left out.
     fn fastest(&self, strategy: Strategy) -> Result<(Option<StepPrice>, bool)> {
         let pricing = self.pricing();
         let mut prices: Vec<StepPrice> = Vec::new();
@@ -275,7 +281,15 @@ impl StepPlanner {
         }
         let fit = prices.iter().map(|price| price.fit).min();
         prices.retain(|price| Some(price.fit) == fit);
-        let least = prices.iter().map(|price| price.step_time.0).fold(f64::INFINITY, f64::min);
+        let gathers = |price: &StepPrice| !strategy.spans() && price.candidate.expert_domain_size() > 1;
+        let least = |prices: &[StepPrice], gathering: bool| {
+            let of = prices.iter().filter(|price| gathering || !gathers(price));
+            of.map(|price| price.step_time.0).fold(f64::INFINITY, f64::min)
+        };
+        if least(&prices, false) * (1.0 - LEAST_SAVING) <= least(&prices, true) {
+            prices.retain(|price| !gathers(price));
+        }
+        let least = least(&prices, true);
         // Layouts are in order of stages, then of falling EP group size, and `min_by_key` takes the first of those with
         // equal keys.
         let near = prices.into_iter().filter(|price| price.step_time.0 <= least * (1.0 + SIMPLER));

@@ -9,7 +9,7 @@ use super::layout::Layout;
 use super::memory::{Fit, StepMemory, dense_codec, dense_parameters};
 use super::stragglers::SlowLink;
 use super::sync::{DENSE_GRADIENT_BYTES, DenseExchange, sync, sync_at};
-use super::{Strategy, Tokens};
+use super::{LEAST_SAVING, Strategy, Tokens};
 use crate::cluster::{Cluster, Level};
 use crate::error::Result;
 use crate::model::Model;
@@ -172,7 +172,9 @@ impl Pricing<'_> {
         let memory = StepMemory::of(self.cluster, self.model, &options, strategy, layout);
         let memory = memory.fit(&options).map(|(_, before)| before).unwrap_or_default();
         let model = self.model.with_tokens(self.tokens.per_gpu(layout.stage_gpus()));
-        Planner::with_memory(self.cluster.group(&layout.group)?, &model, options, memory)
+        let planner = Planner::with_memory(self.cluster.group(&layout.group)?, &model, options, memory)?;
+        // Between datacenters, gathers are what expert domains are for.
+        Ok(planner.with_least_saving(if strategy.spans() { 0.0 } else { LEAST_SAVING }))
     }
 
     /// The layout with the least tensor parallelism that fits, or with the tensor parallelism of the options. A layout that

@@ -5,6 +5,7 @@ use crate::model::ModelDescription;
 use crate::planner::{GradientCodec, Replicas};
 use crate::presets;
 use crate::simulate::{SimulationOptions, Straggler, Stragglers};
+use crate::units::{BytesPerSecond, Seconds};
 
 fn deepseek(nodes: usize, gbit: f64, options: Options) -> StepPlan {
     let cluster = presets::datacenters(2, gbit, 0.005, presets::dgx_h200(nodes));
@@ -458,4 +459,56 @@ fn slow_links_of_unequal_sites_are_found() {
     assert_eq!([0, 1, 2].map(|link| cluster.gpus_of_link(0, link)), [0..64, 64..128, 128..160]);
     assert_eq!(cluster.gpus_of_link(1, 130), 130..131);
     assert_eq!([0, 63, 64, 127, 128, 159].map(|gpu| cluster.site_of_gpu(gpu)), [0, 0, 1, 1, 2, 2]);
+}
+
+/// The parts of a step have its time as their sum, and none is negative. A step on one stage has neither fill nor links
+/// between stages.
+#[test]
+fn the_parts_of_a_step_add_up() {
+    for (nodes, gbit) in [(8, 100.0), (8, 1.0), (32, 10.0)] {
+        let plan = deepseek(nodes, gbit, Options::default());
+        for price in &plan.prices {
+            let parts = price.parts();
+            let all = [parts.compute, parts.exchanges, parts.stage_links, parts.fill, parts.replicas];
+            let step = price.step_time.0;
+            assert!(all.iter().all(|part| part.0 >= -1e-9 * step), "{:?}: {parts:?}", price.strategy);
+            let sum: Seconds = all.into_iter().sum();
+            assert!((sum.0 / step - 1.0).abs() < 1e-9, "{:?}: {parts:?}", price.strategy);
+            assert_eq!(parts.stage_links.0 > 0.0, price.bottleneck().is_some(), "{:?}", price.strategy);
+            if price.layout.stages() == 1 {
+                assert!(parts.fill.0.abs() < 1e-9 * step, "{parts:?}");
+            }
+        }
+    }
+}
+
+/// Gathers inside a datacenter that save little are left out, and the report's layers are those of the price.
+#[test]
+fn gathers_that_save_little_are_left_out() {
+    let mut gathering = 0;
+    let slow_rails = BytesPerSecond::from_gbit_per_s(25.0);
+    for (nodes, rails, expert_parallel) in [(2, None, None), (8, None, None), (8, Some(slow_rails), Some(64))]
+    {
+        let cluster = presets::datacenters(2, 25.0, 0.02, presets::dgx_h200(nodes));
+        let mut cluster: Cluster = cluster.try_into().unwrap();
+        if let Some(rate) = rails {
+            cluster = cluster.with_bandwidth(1, rate).unwrap();
+        }
+        let model: Model = presets::qwen3_235b().try_into().unwrap();
+        let options = Options { expert_parallel, ..Options::default() };
+        let planner = StepPlanner::new(cluster, model, options).unwrap();
+        for price in planner.plan().unwrap().prices.iter().filter(|price| !price.strategy.spans()) {
+            let layers = planner.layer_plan(price).unwrap();
+            assert_eq!(layers.best, price.candidate, "{:?}", price.strategy);
+            let without = planner.pricing().planner(price.strategy, &price.layout).unwrap();
+            let without = without.evaluate(&vec![1; price.layout.group.len()]).unwrap();
+            let saves = 1.0 - price.candidate.layer_time / without.layer_time;
+            if price.candidate.expert_domain_size() > 1 {
+                gathering += 1;
+                assert!(saves > LEAST_SAVING, "{:?} {saves}", price.strategy);
+            }
+        }
+    }
+    // Gathers that save more remain.
+    assert!(gathering > 0);
 }

@@ -47,6 +47,7 @@ pub(super) fn render(
     }
     if let Some(shown) = step {
         body.push_str(&sections::steps(&shown.plan, problem)?);
+        body.push_str(&sections::larger(shown));
         body.push_str(&sections::layers_title(problem, shown, plan));
     }
     body.push_str(&sections::domains(plan)?);

@@ -1,7 +1,7 @@
 //! The sections of the HTML report.
 
 use ep_plan::planner::{Candidate, Plan};
-use ep_plan::step::{StepPlan, StepPrice, Strategy};
+use ep_plan::step::{StepParts, StepPlan, StepPrice, Strategy};
 use ep_plan::units::{Bytes, Seconds};
 
 use super::markup::{escape, note, section, sentence, table};
@@ -10,7 +10,7 @@ use crate::common::failure::Failure;
 use crate::common::units;
 use crate::plan::steps::{self, Shown};
 use crate::plan::sweep::Sweep;
-use crate::plan::{text, words};
+use crate::plan::{text, upgrades, words};
 use crate::planner::chart::{self, Bar, Line, MUTED, SERIES};
 use crate::planner::problem::Problem;
 use crate::planner::text::sizes;
@@ -66,7 +66,7 @@ pub(super) fn step_answer(shown: &Shown, problem: &Problem) -> String {
     format!("<p class=\"answer\">{}</p>\n{rest}<div class=\"cards\">\n{cards}</div>\n", sentence(first))
 }
 
-/// The steps of all strategies, divided into compute, other parts of the passes, and synchronisation.
+/// The steps of all strategies, divided into their parts.
 pub(super) fn steps(plan: &StepPlan, problem: &Problem) -> Result<String, Failure> {
     let options = &problem.options;
     let longest = plan.prices.iter().map(|price| price.step_time.0).fold(0.0, f64::max);
@@ -76,13 +76,12 @@ pub(super) fn steps(plan: &StepPlan, problem: &Problem) -> Result<String, Failur
         .prices
         .iter()
         .map(|price| {
-            let computing = price.step_time * (1.0 - price.idle_share);
-            let sync = price.dense_sync + price.expert_sync;
-            let waiting = (price.passes - computing).max(Seconds::ZERO);
+            let StepParts { compute, exchanges, stage_links, fill, replicas } = price.parts();
+            let all = [compute, exchanges, stage_links, fill, replicas];
             let parts = match logarithmic {
                 true => vec![(0, unit.value(price.step_time))],
                 false => {
-                    [computing, waiting, sync].into_iter().map(|part| unit.value(part)).enumerate().collect()
+                    all.map(|part| unit.value(part.max(Seconds::ZERO))).into_iter().enumerate().collect()
                 }
             };
             let note = format!("{}, idle {:.0} %", price.step_time, 100.0 * price.idle_share);
@@ -93,8 +92,10 @@ pub(super) fn steps(plan: &StepPlan, problem: &Problem) -> Result<String, Failur
         true => &[("step", SERIES[0])],
         false => &[
             ("GPU computes", SERIES[2]),
-            ("passes wait for links or other stages", SERIES[1]),
-            ("synchronisation", SERIES[3]),
+            ("exchanges inside stages, uneven load", SERIES[1]),
+            ("waits for links between stages", SERIES[4]),
+            ("start and end of the pipeline", MUTED),
+            ("replicas made equal", SERIES[3]),
         ],
     };
     let axis = format!("time of a step, {}{}", unit.name, if logarithmic { " (logarithmic)" } else { "" });
@@ -119,10 +120,18 @@ pub(super) fn steps(plan: &StepPlan, problem: &Problem) -> Result<String, Failur
     let header = ["between datacenters", "fastest layout", "tokens/s", "changes the training"];
     let about = format!(
         "The same {} tokens under every way to use the datacenters, each in its fastest layout (of those within 1 %, \
-         preferably one with EP groups inside nodes, then the one with the fewest stages).",
+         preferably one with EP groups inside nodes, then the one with the fewest stages). Inside a datacenter, experts are \
+         gathered only if that saves 5 %.",
         units::count(plan.global_batch.round() as u64)
     );
     Ok(section("Steps compared", &about, &format!("{chart}{}", table(&header, &rows))))
+}
+
+/// The same step on larger clusters.
+pub(super) fn larger(shown: &Shown) -> String {
+    let about = "The same step, planned again with twice of one resource or of two.";
+    let rows = upgrades::rows(&shown.upgrades, shown.head());
+    section("Larger clusters", about, &table(&upgrades::HEADER, &rows))
 }
 
 /// The heading of the sections about layers.

@@ -1,0 +1,146 @@
+//! The software that can run a layout.
+
+use ep_plan::step::StepPrice;
+
+use super::steps::described;
+use super::words::relation;
+use crate::planner::problem::Problem;
+
+/// The part of this project that can run the layers of a layout. If there are several stages, the program must implement the
+/// pipeline.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Runtime {
+    /// `MoELayer` in each EP group: no experts are gathered.
+    Layers,
+    /// `ExpertMigration`: one EP group in each stage, with replicas that are kept for the whole step.
+    Migration,
+}
+
+impl Runtime {
+    /// `None` if no part of this project can: the layout has tensor parallelism or copies of experts inside an EP group, or it
+    /// gathers experts in a way that `ExpertMigration` does not.
+    pub(super) fn of(price: &StepPrice, problem: &Problem) -> Option<Self> {
+        let layout = &price.layout;
+        if layout.tensor_parallel > 1 || !problem.model.experts.is_multiple_of(layout.group_gpus()) {
+            return None;
+        }
+        let one_group = groups_of_a_stage(price) == 1;
+        match price.candidate.expert_domain_size() {
+            1 => Some(Self::Layers),
+            _ if one_group && price.candidate.replicas_kept => Some(Self::Migration),
+            _ => None,
+        }
+    }
+}
+
+fn groups_of_a_stage(price: &StepPrice) -> usize {
+    price.layout.copies().into_iter().product()
+}
+
+/// Number of GPUs of a dispatch group, in which the operators run.
+pub(super) fn dispatch_ranks(price: &StepPrice) -> usize {
+    price.layout.group_gpus() / price.candidate.expert_domain_size().max(1)
+}
+
+/// What runs the plan that the report recommends, one sentence per line. `without_gathers`: the best plan that gathers no
+/// experts, if there is another one.
+pub(super) fn lines(best: &StepPrice, problem: &Problem, without_gathers: Option<&StepPrice>) -> Vec<String> {
+    let mut lines: Vec<String> = between_machines(best, problem).into_iter().collect();
+    let among = dispatch_ranks(best);
+    if among > ep_cuda::MAX_RANKS {
+        lines.push(format!(
+            "hybrid-ep itself cannot run this layout: tokens move among {among} GPUs, and its GPU operators support at most \
+             {}. `--set expert_parallel=N` plans for groups of N.",
+            ep_cuda::MAX_RANKS
+        ));
+        return lines;
+    }
+    let stages = best.layout.stages();
+    match Runtime::of(best, problem) {
+        Some(Runtime::Layers) => lines.push(layers(best)),
+        Some(Runtime::Migration) if stages > 1 => lines.push(
+            "`ExpertMigration` can run the layers of each stage: the training program brings the pipeline, and `--groups` \
+             writes the groups (docs/migration.md#in-a-pipeline)."
+                .into(),
+        ),
+        Some(Runtime::Migration) => {}
+        None => lines.push(
+            "`ExpertMigration` cannot run this layout. A training program with its own pipeline, data or tensor parallelism \
+             can, and calls hybrid-ep inside each EP group. `--runnable` plans what `ExpertMigration` can run."
+                .into(),
+        ),
+    }
+    match best.candidate.expert_domain_size() {
+        1 => {}
+        gathers if Runtime::of(best, problem).is_none() => lines.push(format!(
+            "This plan also gathers experts among {gathers} GPUs of an EP group. hybrid-ep does that in `ExpertMigration` only, \
+             so the program must do it itself.{}",
+            without_gathers.map_or(String::new(), |without| {
+                format!(
+                    " With `--set memory_cap=0GB` the plan gathers none: {}, {} a step, {}.",
+                    described(without),
+                    without.step_time,
+                    relation(best.step_time / without.step_time)
+                )
+            })
+        )),
+        _ => lines.extend(gathers_inside(best, problem)),
+    }
+    lines
+}
+
+/// How a program runs a layout that gathers no experts.
+fn layers(price: &StepPrice) -> String {
+    let (stages, groups) = (price.layout.stages(), groups_of_a_stage(price));
+    let program = if stages > 1 { "a training program with a pipeline" } else { "a training program" };
+    let each = match (stages > 1, groups > 1) {
+        (true, false) => " in the EP group of each stage",
+        (_, true) => " in each EP group",
+        (false, false) => "",
+    };
+    let reduces = match (stages > 1, groups > 1) {
+        (true, true) => {
+            " `reduce_gradients` takes all ranks of a stage as `group` and those with the same experts as `expert_group`."
+        }
+        (true, false) => " `reduce_gradients` takes the EP group as `group`.",
+        (false, true) => " `reduce_gradients` takes the ranks with the same experts as `expert_group`.",
+        (false, false) => "",
+    };
+    format!(
+        "This layout gathers no experts: {program} can run it with `MoELayer`{each}. `--groups` lists the groups{}.{reduces}",
+        if stages > 1 { " of all stages" } else { "" }
+    )
+}
+
+/// The levels over which the tokens of an EP group travel, other than the innermost one.
+fn between_machines(price: &StepPrice, problem: &Problem) -> Option<String> {
+    // Over a level that a domain spans completely, experts travel instead of tokens.
+    let domains = &price.candidate.domain_sizes;
+    let crossed =
+        price.layout.group_levels().filter(|&level| domains.get(level) < price.layout.group.get(level));
+    let names: Vec<&str> =
+        crossed.filter_map(|level| problem.cluster.levels.get(level)).map(|level| &*level.name).collect();
+    (!names.is_empty()).then(|| {
+        format!(
+            "Inside an EP group, tokens cross {} {}. Between machines hybrid-ep sends over TCP, and it was never measured on a \
+             network card.",
+            if names.len() == 1 { "level" } else { "levels" },
+            names.join(" and ")
+        )
+    })
+}
+
+/// That experts which are gathered inside a datacenter travel faster in the plan than in the runtime.
+fn gathers_inside(price: &StepPrice, problem: &Problem) -> Option<String> {
+    let gathers = |level: &usize| price.candidate.domain_sizes.get(*level).is_some_and(|&size| size > 1);
+    let levels: Vec<usize> = (1..problem.cluster.levels.len()).filter(gathers).collect();
+    let names: Vec<&str> = levels.iter().map(|&level| &*problem.cluster.levels[level].name).collect();
+    (!names.is_empty()).then(|| {
+        format!(
+            "The plan gathers experts over {} at the bandwidth of {}. `ExpertMigration` sends them by gloo over TCP, so they take \
+             longer there.",
+            names.join(" and "),
+            if names.len() == 1 { "this level" } else { "these levels" }
+        )
+    })
+}
