@@ -335,8 +335,17 @@ impl Problem {
         (self.batch / (product(&shape.stage) * most)).ceil().max(1.0) as usize
     }
 
-    /// The best layer of a shape.
-    fn best_layer(&self, way: Way, shape: &Shape) -> Option<f64> {
+    /// The best layer of a shape, and whether it gathers experts inside a datacenter, which must save 5 %.
+    fn best_layer(&self, way: Way, shape: &Shape) -> Option<(f64, bool)> {
+        let spans = matches!(way, Way::ExpertDomains | Way::HierarchicalEp | Way::PlainEp);
+        let tokens_only = [false, true].map(|kept| self.layer(way, shape, &vec![1; shape.group.len()], kept));
+        let tokens_only = tokens_only.into_iter().flatten().reduce(f64::min)?;
+        let best = self.best_sizes(way, shape)?;
+        let gathers = !spans && best < 0.95 * tokens_only;
+        Some((if spans || gathers { best } else { tokens_only }, gathers))
+    }
+
+    fn best_sizes(&self, way: Way, shape: &Shape) -> Option<f64> {
         let mut all = choices(&shape.group);
         all.retain(|sizes| !self.unequal() || sizes[0] == 1 || sizes[0] == shape.group[0]);
         let sizes = match way {
@@ -391,7 +400,7 @@ impl Problem {
         let parallel = shape.tensor as f64;
         let extra = 2.0
             * self.slowest(|site| site.links[2].exchange(parallel - 1.0, (parallel - 1.0) * t * row, 1.0));
-        let tau = self.layers(shape) * (self.best_layer(way, shape)? + 2.0 * extra);
+        let tau = self.layers(shape) * (self.best_layer(way, shape)?.0 + 2.0 * extra);
         let stages = shape.across * shape.inside;
         let mut crossings = Vec::new();
         // The site of every part, and the sites of a stage.
@@ -415,22 +424,26 @@ impl Problem {
             let link = if alone { stage } else { (place_of(stage) as f64 / sharing) as usize };
             (homes, link)
         };
-        for stage in 1..stages {
-            let ends = [homes_of(stage - 1), homes_of(stage)];
-            let l = usize::from(ends[0] == ends[1]);
-            let times = ends.concat().into_iter().map(|s| {
+        // The time of a transfer over the slowest link of a stage.
+        let over = |stage: usize, l: usize| {
+            let times = homes_of(stage).into_iter().map(|s| {
                 let link = self.sites[s].links[l];
                 link.alpha + t * row * link.share.min(senders) / link.rate
             });
-            crossings.push((l, times.fold(0.0, f64::max), self.sites[0].links[l].round_trip / 2.0));
+            times.fold(0.0, f64::max)
+        };
+        for stage in 1..stages {
+            let l = usize::from(homes_of(stage - 1) == homes_of(stage));
+            let x = over(stage - 1, l).max(over(stage, l));
+            crossings.push((l, x, self.sites[0].links[l].round_trip / 2.0));
         }
         let mut slowest = tau;
         for l in 0..2 {
             let links: Vec<_> = (0..stages).map(|stage| link_of(stage, l)).collect();
             for link in &links {
                 let sends = |from: usize, to: usize, boundary: usize| {
-                    let (level, x, _) = crossings[boundary];
-                    (level == l && links[from] == *link && links[to] != *link).then_some(x)
+                    let (level, ..) = crossings[boundary];
+                    (level == l && links[from] == *link && links[to] != *link).then(|| over(from, l))
                 };
                 let activations = (1..stages).filter_map(|stage| sends(stage - 1, stage, stage - 1));
                 let gradients = (1..stages).filter_map(|stage| sends(stage, stage - 1, stage - 1));
@@ -464,11 +477,24 @@ impl Problem {
         Some(passes + exchanges)
     }
 
-    /// The fastest shape of a strategy: those that fit before those that are tight, then by time.
+    /// The fastest shape of a strategy: those that fit before those that are tight, then by time. Shapes that gather experts
+    /// inside a datacenter must save 5 %.
     fn fastest(&self, way: Way) -> Option<(u8, f64)> {
+        let all = self.shapes(way);
+        let fit = all.iter().map(|shape| shape.0).min()?;
+        let least = |gathering: bool| {
+            let of = all.iter().filter(|shape| shape.0 == fit && (gathering || !shape.2));
+            of.map(|shape| shape.1).fold(f64::INFINITY, f64::min)
+        };
+        let (any, tokens_only) = (least(true), least(false));
+        Some((fit, if any < 0.95 * tokens_only { any } else { tokens_only }))
+    }
+
+    /// Of every shape that has memory enough: the fit, the time of the step, and whether it gathers experts inside a datacenter.
+    fn shapes(&self, way: Way) -> Vec<(u8, f64, bool)> {
         let members = &self.members;
         let allowed = |count: usize| !self.unequal() || count == 1 || count == members[0];
-        let mut best: Option<(u8, f64)> = None;
+        let mut all = Vec::new();
         for stage in choices(members) {
             let parts: Vec<usize> = members.iter().zip(&stage).map(|(all, kept)| all / kept).collect();
             let (across, inside) = (parts[0], parts[1..].iter().product::<usize>());
@@ -511,12 +537,10 @@ impl Problem {
                 let shape = shapes.iter().min_by_key(rank).unwrap();
                 let Some((fit, _)) = self.fit(way, shape) else { continue };
                 let Some(step) = self.step(way, shape) else { continue };
-                if best.is_none_or(|old| (fit, step) < old) {
-                    best = Some((fit, step));
-                }
+                all.push((fit, step, self.best_layer(way, shape).is_some_and(|(_, gathers)| gathers)));
             }
         }
-        best
+        all
     }
 }
 

@@ -3,7 +3,7 @@
 use std::fmt::Write as _;
 
 use ep_plan::planner::Options;
-use ep_plan::step::{Fewer, Fit, StepParts, StepPlan, StepPrice, Strategy};
+use ep_plan::step::{Bottleneck, Fewer, Fit, StepParts, StepPlan, StepPrice, Strategy};
 
 use super::software::{self, Runtime};
 use super::upgrades::Upgrade;
@@ -353,7 +353,10 @@ fn used(part: &Fewer, problem: &Problem) -> String {
     let all = levels.first().map_or(0, |outermost| outermost.scaling_factor);
     let sites = match part.sites[..] {
         [_] => format!("One of the {all} datacenters alone"),
-        ref some if some.len() < all => format!("{} of the {all} datacenters", some.len()),
+        ref some if some.len() < all => {
+            let names: Vec<String> = some.iter().map(|site| (site + 1).to_string()).collect();
+            format!("{} of the {all} datacenters ({})", some.len(), names.join(", "))
+        }
         _ => format!("The {all} datacenters"),
     };
     let whole = |(&site, &members): (&usize, &usize)| {
@@ -375,24 +378,37 @@ fn used(part: &Fewer, problem: &Problem) -> String {
     }
 }
 
-/// The link that the stages of a pipeline wait for. `None` if they wait for no link.
+/// The links that the stages of a pipeline wait for. `None` if they wait for no link.
 fn bottleneck(price: &StepPrice, problem: &Problem) -> Option<String> {
-    let link = price.bottleneck()?;
+    let links = price.bottlenecks();
+    let link = *links.first()?;
     let level = problem.cluster.levels.get(link.level)?;
-    let missing = link.time / price.stage_time;
-    // Links of unequal sites have no common bandwidth.
-    let enough = match level.site_bandwidth_gbit_per_s.is_empty() {
-        true => format!(" ({})", units::at_least_gbit_per_s(missing * level.bandwidth_gbit_per_s)),
-        false => String::new(),
+    let missing = |link: &Bottleneck| link.time / price.stage_time;
+    let rates = &level.site_bandwidth_gbit_per_s;
+    let waits = |which: String| {
+        format!(
+            "The stages wait for level {}: {which} for {} per micro-batch in one direction, and a stage takes {}.",
+            level.name, link.time, price.stage_time
+        )
     };
-    Some(format!(
-        "The stages wait for level {}: its busiest link sends for {} per micro-batch in one direction, and a stage takes {}. With {} \
-         as much bandwidth{enough} they would not wait.",
-        level.name,
-        link.time,
-        price.stage_time,
-        times(missing)
-    ))
+    let enough = |rate: f64, link: &Bottleneck| units::at_least_gbit_per_s(missing(link) * rate);
+    if rates.is_empty() {
+        let waits = waits("its busiest link sends".into());
+        let (more, enough) = (times(missing(&link)), enough(level.bandwidth_gbit_per_s, &link));
+        return Some(format!("{waits} With {more} as much bandwidth ({enough}) they would not wait."));
+    }
+    // Links of unequal sites: each has a need of its own.
+    let waits = waits(format!("the link of datacenter {} sends or receives", link.site + 1));
+    let needs: Vec<String> = links
+        .iter()
+        .filter(|other| other.level == link.level)
+        .filter_map(|other| Some((other, rates.get(other.site)?)))
+        .map(|(other, &rate)| {
+            let (more, enough) = (times(missing(other)), enough(rate, other));
+            format!("{more} as much bandwidth at datacenter {} ({enough})", other.site + 1)
+        })
+        .collect();
+    Some(format!("{waits} They would not wait with {}.", needs.join(" and ")))
 }
 
 /// The [`bottleneck`] of the strategy that is shown. `None` if it is the plan of [`Shown::head`], whose bottleneck [`answer`]

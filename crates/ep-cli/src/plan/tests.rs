@@ -201,6 +201,18 @@ fn a_link_that_the_stages_wait_for_is_named() {
         assert!(shown.contains("Best with all 512 GPUs: expert domains"), "{shown}");
         assert_eq!(shown.matches("The stages wait for level wan: ").count(), 1, "{shown}");
     }
+    // Of unequal uplinks, only that of the last datacenter is too slow: the faster one beside it has bandwidth left.
+    let unequal = "--model=qwen3-235b --nodes=6,6,4 --uplink=50Gbit/s,50Gbit/s,20Gbit/s --round-trip=30ms";
+    for shown in reports(unequal) {
+        let line = "the link of datacenter 3 sends or receives for 107.4 ms per micro-batch in one direction";
+        assert_eq!(shown.matches(line).count(), 1, "{shown}");
+        assert!(
+            shown.contains("would not wait with 1.11x as much bandwidth at datacenter 3 (22.3 Gbit/s)."),
+            "{shown}"
+        );
+        assert!(shown.contains("bandwidth of wan at datacenter 3"), "{shown}");
+        assert!(!shown.contains("Fewer GPUs are"), "{shown}");
+    }
     // Links that keep up, and a step of one stage.
     for options in ["", "--nodes=16 --strategy=plain-ep --set=pipeline_stages=1"] {
         for shown in reports(options) {

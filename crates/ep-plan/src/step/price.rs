@@ -62,8 +62,13 @@ pub struct StepPrice {
 pub struct Boundary {
     /// The level that it crosses.
     pub level: usize,
-    /// `x`: time to send the activations of one micro-batch in one direction.
+    /// `x`: time to send the activations of one micro-batch in one direction, over the slower of the links at its ends.
     pub transfer: Seconds,
+    /// The part of `transfer` for which the link of the stage before the boundary, and that of the stage after it, would be
+    /// busy at their own bandwidth. The slower link is busy for all of it.
+    pub busy: [Seconds; 2],
+    /// The sites of these links: the first site of the stage before the boundary, and of the stage after it.
+    pub sites: [usize; 2],
     /// `r / 2`: additional time until they arrive.
     pub latency: Seconds,
     /// The earlier boundary whose gradients leave through the link that sends the activations of this one: an index into
@@ -77,27 +82,41 @@ pub struct Boundary {
 pub struct Bottleneck {
     /// The level of the link.
     pub level: usize,
-    /// `y_max`: the time for which the link sends in one direction, per micro-batch.
+    /// The site of the link.
+    pub site: usize,
+    /// `y`: the time for which the link sends or receives in one direction, per micro-batch.
     pub time: Seconds,
 }
 
 impl StepPrice {
-    /// The busiest link of the pipeline, if the stages wait for it. None if they do not, or if the step has one micro-batch.
-    pub fn bottleneck(&self) -> Option<Bottleneck> {
-        let loads = self
-            .boundaries
-            .iter()
-            .map(|at| Bottleneck { level: at.level, time: link_load(&self.boundaries, at) });
-        loads
-            .max_by(|a, b| a.time.0.total_cmp(&b.time.0))
-            .filter(|link| self.micro_batches > 1 && link.time > self.stage_time)
+    /// The links for which the stages of the pipeline wait, the busiest first: of each level and site, the busiest one. Empty if
+    /// the step has one micro-batch.
+    pub fn bottlenecks(&self) -> Vec<Bottleneck> {
+        let mut busiest: Vec<Bottleneck> = Vec::new();
+        let loads = self.boundaries.iter().flat_map(|at| link_loads(&self.boundaries, at));
+        for link in loads.filter(|link| self.micro_batches > 1 && link.time > self.stage_time) {
+            match busiest.iter_mut().find(|other| (other.level, other.site) == (link.level, link.site)) {
+                Some(other) => other.time = other.time.max(link.time),
+                None => busiest.push(link),
+            }
+        }
+        busiest.sort_by(|a, b| b.time.0.total_cmp(&a.time.0));
+        busiest
     }
 }
 
-/// `y`: the time per micro-batch for which the link that sends the activations of a boundary is busy in one direction.
+/// The times per micro-batch for which the links at the ends of a boundary are busy in one direction. The link of the stage before
+/// it sends the activations of this boundary, and the gradients of an earlier one if both leave through it.
+fn link_loads(boundaries: &[Boundary], boundary: &Boundary) -> [Bottleneck; 2] {
+    let Boundary { level, busy: [before, after], sites, shares_link_with, .. } = *boundary;
+    let earlier = shares_link_with.and_then(|earlier| boundaries.get(earlier));
+    let gradients = earlier.map_or(Seconds::ZERO, |earlier| earlier.busy[1]);
+    [(sites[0], before + gradients), (sites[1], after)].map(|(site, time)| Bottleneck { level, site, time })
+}
+
+/// `y`: the time of the busiest link at the ends of a boundary.
 pub(super) fn link_load(boundaries: &[Boundary], boundary: &Boundary) -> Seconds {
-    let before = boundary.shares_link_with.and_then(|before| boundaries.get(before));
-    boundary.transfer + before.map_or(Seconds::ZERO, |before| before.transfer)
+    link_loads(boundaries, boundary).iter().fold(Seconds::ZERO, |load, link| load.max(link.time))
 }
 
 /// `p τ + (m − 1) max(τ, y_max) + Σ 2 (x + latency)`: the passes of `m` micro-batches through a pipeline whose stages take `τ`.
@@ -220,7 +239,6 @@ impl Pricing<'_> {
             let level = usize::from(!across || ends[0] == ends[1]).min(self.cluster.levels().len() - 1);
             let transfer =
                 |at: &Level| at.alpha + bytes * at.gpus_per_link.min(senders) as f64 / at.link_bandwidth;
-            let sites = ends[0].start.min(ends[1].start)..ends[0].end.max(ends[1].end);
             let at_site = |site: usize| {
                 let used = slow.iter().filter(|link| link.is_used(level, site, [stage - 1, stage]));
                 let slowdown = used.map(|link| link.slowdown).fold(1.0, f64::max);
@@ -234,9 +252,13 @@ impl Pricing<'_> {
                 .then(|| before.start.checked_sub(1))
                 .flatten()
                 .filter(|&before| boundaries[before].level == level);
+            let sites = [ends[0].start, ends[1].start];
+            let busy = ends.map(|sites| sites.map(at_site).fold(Seconds::ZERO, Seconds::max));
             boundaries.push(Boundary {
                 level,
-                transfer: sites.map(at_site).fold(Seconds::ZERO, Seconds::max),
+                transfer: busy[0].max(busy[1]),
+                busy,
+                sites,
                 latency: self.cluster.levels()[level].round_trip / 2.0,
                 shares_link_with,
             });

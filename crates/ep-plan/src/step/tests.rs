@@ -44,9 +44,9 @@ fn expert_domains_beat_a_pipeline_on_a_slow_link() {
     // The activations of 128 GPUs cross one uplink in every micro-batch: 120 x 6.01 s.
     let pipeline = seconds(&slow, Strategy::Pipeline);
     assert!((pipeline / 722.0 - 1.0).abs() < 0.02, "{pipeline}");
-    let link = slow.price(Strategy::Pipeline).unwrap().bottleneck().unwrap();
+    let link = slow.price(Strategy::Pipeline).unwrap().bottlenecks()[0];
     assert!(link.level == 0 && (link.time.0 - 6.01).abs() < 0.01, "{link:?}");
-    assert_eq!(fast.best().bottleneck(), None, "stages wait for no link of 100 Gbit/s");
+    assert_eq!(fast.best().bottlenecks(), [], "stages wait for no link of 100 Gbit/s");
     assert!((seconds(&slow, Strategy::ExpertDomains) / 687.5 - 1.0).abs() < 0.01);
 }
 
@@ -474,7 +474,7 @@ fn the_parts_of_a_step_add_up() {
             assert!(all.iter().all(|part| part.0 >= -1e-9 * step), "{:?}: {parts:?}", price.strategy);
             let sum: Seconds = all.into_iter().sum();
             assert!((sum.0 / step - 1.0).abs() < 1e-9, "{:?}: {parts:?}", price.strategy);
-            assert_eq!(parts.stage_links.0 > 0.0, price.bottleneck().is_some(), "{:?}", price.strategy);
+            assert_eq!(parts.stage_links.0 > 0.0, !price.bottlenecks().is_empty(), "{:?}", price.strategy);
             if price.layout.stages() == 1 {
                 assert!(parts.fill.0.abs() < 1e-9 * step, "{parts:?}");
             }
