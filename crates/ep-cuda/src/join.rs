@@ -6,7 +6,7 @@ use std::str::FromStr;
 use std::sync::Arc;
 
 use ep::join::{Introduction, Joining, Machines, Met, Rendezvous};
-use ep::{CallerError, Config, EnvironmentError, Rank, Result, World};
+use ep::{CallerError, Config, EnvironmentError, Rank, Result, Transport, World};
 use ep_rail::connect_rail;
 
 use crate::arena::Announce as _;
@@ -45,9 +45,6 @@ impl CudaBuffer {
             .into());
         }
         let bounds = Bounds::of(world, config)?;
-        if bounds.is_some() && !config.host.transport.maps_windows() {
-            return Err(for_processes_only(config));
-        }
         let homes: Vec<Home> = world
             .topology()
             .all_ranks()
@@ -162,11 +159,24 @@ fn rails_of_threads(
     devices: &[usize],
     config: &Config,
 ) -> Result<Vec<RankRails>> {
-    let window = |home: &Home| RankWindow::new(&bounds, &home.device, devices, config);
+    let maps_windows = config.host.transport.maps_windows();
+    let window = |home: &Home| match maps_windows {
+        true => RankWindow::new(&bounds, &home.device, devices, config),
+        false => RankWindow::for_network(&bounds, &home.device, world, home.rank, config, None),
+    };
     let windows: Vec<RankWindow> = homes.iter().map(window).collect::<Result<_>>()?;
-    let engine =
-        |(window, home): (&RankWindow, &Home)| window.local_engine(world, home.rank, &windows, config);
-    let engines: Vec<_> = windows.iter().zip(homes).map(engine).collect::<Result<_>>()?;
+    let ends = || windows.iter().zip(homes);
+    let engines: Vec<Box<dyn Transport>> = if maps_windows {
+        ends()
+            .map(|(window, home)| window.local_engine(world, home.rank, &windows, config))
+            .collect::<Result<_>>()?
+    } else {
+        let open = |(window, home): (&RankWindow, &Home)| window.open(world, home.rank, config, None);
+        let opened: Vec<_> = ends().map(open).collect::<Result<_>>()?;
+        let blobs: Vec<Vec<u8>> = opened.iter().map(|engine| engine.blob()).collect();
+        let connect = |(engine, home): (_, &Home)| connect_rail(world, home.rank, engine, &blobs);
+        opened.into_iter().zip(homes).map(connect).collect::<Result<_>>()?
+    };
     let ranks = homes.iter().zip(windows).zip(engines);
     ranks
         .map(|((home, window), engine)| {
@@ -185,19 +195,11 @@ fn connect_rails(
     config: &Config,
     address: Option<IpAddr>,
 ) -> Result<RankRails> {
-    let window = RankWindow::new(&bounds, &home.device, &[home.device.ordinal], config)?;
+    let window = RankWindow::for_network(&bounds, &home.device, world, home.rank, config, address)?;
     let engine = window.open(world, home.rank, config, address)?;
     let blobs = joining.all_gather(&engine.blob())?;
     let transport = connect_rail(world, home.rank, engine, &blobs)?;
     RankRails::start(world, home.rank, bounds, window, transport, &home.report)
-}
-
-/// The error for ranks that are threads, with an engine for processes.
-fn for_processes_only(config: &Config) -> ep::Error {
-    let problem = "on GPUs, ranks that are threads of one process use `loopback` or an emulated link (`paced:`); start the \
-                   ranks as processes";
-    let (key, value) = ("HYBRID_EP_TRANSPORT", config.host.transport.engine.clone());
-    CallerError::Config { key, value, problem: problem.into() }.into()
 }
 
 /// Whether a rank on this GPU can share memory with other machines; if not, what to do about it.

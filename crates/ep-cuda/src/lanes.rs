@@ -1,7 +1,9 @@
 //! Rail lanes in GPU memory, and an emulated link between them.
 //!
-//! With the engine `paced`, the lanes of a rank are in the memory of its GPU, like the memory that a network card accesses
-//! with GPUDirect; plans, flags and states stay in host memory. A put of a lane is a copy by the driver from one lane to
+//! NICs access the lanes in GPU memory if the provider and the GPU support that (`rails.rs` decides).
+//!
+//! With the engine `paced`, the lanes of a rank are in the memory of its GPU, as for a NIC with
+//! GPUDirect RDMA; plans, flags and states stay in host memory. A put of a lane is a copy by the driver from one lane to
 //! the other, in a stream of the sending rank.
 //!
 //! If both ranks share a GPU, the driver copies with a kernel, which needs a free multiprocessor: on an H100, such copies
@@ -38,9 +40,25 @@ pub(crate) struct DeviceLanes {
 impl DeviceLanes {
     /// Allocates the lanes, all zero, with access for the GPUs `devices`.
     pub(crate) fn new(device: &Arc<Device>, devices: &[usize], offsets: Range<usize>) -> Result<Self> {
-        let mut memory = Reservation::new(device)?;
         let bytes = offsets.len().next_multiple_of(GRANULE);
-        memory.push(Chunk::new(device, bytes, Sharing::Machine)?, devices)?;
+        Self::in_chunk(device, devices, Chunk::new(device, bytes, Sharing::Machine)?, offsets)
+    }
+
+    /// Allocates the lanes, all zero, with access for NICs and for the GPU itself.
+    pub(crate) fn for_nics(device: &Arc<Device>, offsets: Range<usize>) -> Result<Self> {
+        let bytes = offsets.len().next_multiple_of(GRANULE);
+        Self::in_chunk(device, &[device.ordinal], Chunk::for_nics(device, bytes)?, offsets)
+    }
+
+    fn in_chunk(
+        device: &Arc<Device>,
+        devices: &[usize],
+        chunk: Chunk,
+        offsets: Range<usize>,
+    ) -> Result<Self> {
+        let bytes = chunk.bytes;
+        let mut memory = Reservation::new(device)?;
+        memory.push(chunk, devices)?;
         let stream = Stream::new(device)?;
         stream.zero(memory.address, bytes)?;
         stream.synchronize()?;
@@ -50,6 +68,11 @@ impl DeviceLanes {
     /// The address of the first lane.
     pub(crate) fn address(&self) -> DeviceAddress {
         self.memory.address
+    }
+
+    /// Bytes of all lanes.
+    pub(crate) fn bytes(&self) -> usize {
+        self.offsets.len()
     }
 
     /// The address of `len` bytes at an offset of the rail window.

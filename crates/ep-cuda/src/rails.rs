@@ -2,19 +2,22 @@
 //! bytes between the windows of a rail. `docs/cuda-rails.md` describes the memory and the order of accesses.
 
 use std::net::IpAddr;
+use std::ptr::NonNull;
 use std::sync::Arc;
 use std::time::Duration;
 
 use bytemuck::Zeroable as _;
 use ep::join::Setting;
-use ep::{CallerError, Config, Rank, Result, Size, Transport, Unconnected, World};
-use ep_rail::{Loopback, Paced, RankPlace, Segment, open_fabric, rail_of};
+use ep::{
+    CallerError, Config, EnvironmentError, GpuPart, Rank, Result, Size, Transport, Unconnected, Window, World,
+};
+use ep_rail::{Loopback, Paced, RankPlace, Segment, open_fabric_over, rail_of, registers_gpu_memory};
 
-use crate::driver::{Device, DeviceAddress, Pinned};
+use crate::driver::{Device, DeviceAddress, GPU_MEMORY_HINT, GpuDirect, Pinned};
 use crate::fault::Report;
 use crate::lanes::{DeviceLanes, LaneCopies};
 use crate::params::{MAX_CHUNKS, RAIL_SECTIONS, Rails};
-use crate::rail::{Proxy, ProxyParts, RailLayout, SIGNALS, limits};
+use crate::rail::{Proxy, ProxyParts, RailLayout, SIGNALS, Show, limits};
 use crate::shared;
 
 /// How long dropping the proxy waits for its last puts. A rank that leaves has already waited for them, for up to the stall
@@ -139,13 +142,42 @@ pub(crate) struct RankWindow {
     /// Pinned host memory: the whole window, or what lies before the lanes.
     segment: Arc<Segment>,
     pinned: Pinned,
-    /// The lanes, if they are in GPU memory: with an emulated link.
+    /// The lanes, if they are in GPU memory: with an emulated link, or with a NIC that accesses GPU memory.
     lanes: Option<Arc<DeviceLanes>>,
     layout: RailLayout,
+    /// Whether kernels see what a NIC has written only after [`Device::flush_nic_writes`].
+    flushes: bool,
+}
+
+/// The memory of a rank's window, which the engine keeps.
+struct Memory {
+    segment: Arc<Segment>,
+    /// What follows the segment, in the memory of this GPU.
+    lanes: Option<(usize, Arc<DeviceLanes>)>,
+}
+
+impl Window for Memory {
+    fn start(&self) -> NonNull<u8> {
+        self.segment.start()
+    }
+
+    fn len(&self) -> usize {
+        self.segment.len()
+    }
+
+    fn gpu_part(&self) -> Option<GpuPart> {
+        let part = |(ordinal, lanes): &(usize, Arc<DeviceLanes>)| GpuPart {
+            gpu: *ordinal as i32,
+            address: lanes.address(),
+            len: lanes.bytes(),
+        };
+        self.lanes.as_ref().map(part)
+    }
 }
 
 impl RankWindow {
-    /// `devices`: the GPUs of all ranks of this process.
+    /// The window of a rank whose engine maps the windows of all ranks, which are threads of this process. `devices`: the GPUs of
+    /// these ranks.
     pub(crate) fn new(
         bounds: &Bounds,
         device: &Arc<Device>,
@@ -157,10 +189,42 @@ impl RankWindow {
             Some(_) => Some(Arc::new(DeviceLanes::new(device, devices, layout.lanes())?)),
             None => None,
         };
+        Self::with_lanes(device, layout, lanes, false)
+    }
+
+    /// The window of a rank whose engine is one over libfabric. `address` is as for [`open`](Self::open).
+    ///
+    /// # Errors
+    /// [`EnvironmentError`] if the setting demands lanes in GPU memory, and the provider or the GPU does not support that.
+    pub(crate) fn for_network(
+        bounds: &Bounds,
+        device: &Arc<Device>,
+        world: &World,
+        rank: Rank,
+        config: &Config,
+        address: Option<IpAddr>,
+    ) -> Result<Self> {
+        let layout = bounds.layout(config)?;
+        let direct = device.gpu_direct();
+        let place = place_of(device, world, rank, address);
+        let lanes = match nics_reach_gpu_memory(device, direct, &place, config)? {
+            true => Some(Arc::new(DeviceLanes::for_nics(device, layout.lanes())?)),
+            false => None,
+        };
+        let flushes = lanes.is_some() && direct == GpuDirect::Flushed;
+        Self::with_lanes(device, layout, lanes, flushes)
+    }
+
+    fn with_lanes(
+        device: &Arc<Device>,
+        layout: RailLayout,
+        lanes: Option<Arc<DeviceLanes>>,
+        flushes: bool,
+    ) -> Result<Self> {
         let in_host_memory = if lanes.is_some() { layout.lanes().start } else { layout.bytes() };
         let segment = Arc::new(Segment::private(in_host_memory)?);
         let pinned = Pinned::new(device, segment.start(), segment.len())?;
-        Ok(Self { device: Arc::clone(device), segment, pinned, lanes, layout })
+        Ok(Self { device: Arc::clone(device), segment, pinned, lanes, layout, flushes })
     }
 
     /// The address of the first lane, for kernels.
@@ -196,8 +260,7 @@ impl RankWindow {
         Ok(Box::new(Paced::with(loopback, copies, pace, SIGNALS)?))
     }
 
-    /// Opens the engine over libfabric, for ranks that are processes. `address`: the IP address of this machine, in a job
-    /// of several machines.
+    /// Opens the engine over libfabric. `address`: the IP address of this machine, in a job of several machines.
     ///
     /// # Errors
     /// [`CallerError::Config`] for `loopback` and emulated links, which serve ranks of one process.
@@ -214,13 +277,51 @@ impl RankWindow {
             let (key, value) = ("HYBRID_EP_TRANSPORT", options.engine.clone());
             return Err(CallerError::Config { key, value, problem: problem.into() }.into());
         }
-        let place = RankPlace {
-            local_rank: world.topology().local_rank_of(rank),
-            gpu: self.device.pci_address(),
-            address,
-        };
-        let window = Arc::clone(&self.segment);
-        open_fabric(rail_of(world, rank)?, &place, window, options, limits(&self.layout))
+        let place = place_of(&self.device, world, rank, address);
+        let lanes = self.lanes.as_ref().map(|lanes| (self.device.ordinal, Arc::clone(lanes)));
+        let window = Arc::new(Memory { segment: Arc::clone(&self.segment), lanes });
+        // SAFETY: the segment and the lanes are mapped, with unchanging lengths, until the window drops them. Other ranks may
+        // write to them at any time: this process accesses them through pointers and atomics, and kernels as
+        // docs/cuda-rails.md says.
+        unsafe { open_fabric_over(rail_of(world, rank)?, &place, window, options, limits(&self.layout)) }
+    }
+
+    /// What makes the bytes that a NIC has written visible to kernels; `None` if they are.
+    fn show(&self) -> Option<Show> {
+        let device = Arc::clone(&self.device);
+        self.flushes.then(|| Box::new(move || device.flush_nic_writes()) as Show)
+    }
+}
+
+fn place_of(device: &Device, world: &World, rank: Rank, address: Option<IpAddr>) -> RankPlace {
+    RankPlace { local_rank: world.topology().local_rank_of(rank), gpu: device.pci_address(), address }
+}
+
+/// Whether the lanes of a rank are in the memory of its GPU, where the NIC accesses them.
+fn nics_reach_gpu_memory(
+    device: &Device,
+    direct: GpuDirect,
+    place: &RankPlace,
+    config: &Config,
+) -> Result<bool> {
+    let options = &config.host.transport;
+    if options.maps_windows() || options.gpu_memory == Some(false) {
+        return Ok(false);
+    }
+    let problem = if direct == GpuDirect::Unsupported {
+        "its driver does not let NICs access it, or kernels cannot be shown what they write (GPUDirect RDMA)"
+    } else if !registers_gpu_memory(place, options)? {
+        "the provider does not register the memory of GPUs (FI_HMEM)"
+    } else {
+        return Ok(true);
+    };
+    match options.gpu_memory {
+        Some(true) => {
+            let engine = &options.engine;
+            let what = format!("sending from the memory of GPU {} over {engine}", device.ordinal);
+            Err(EnvironmentError::new(what, problem, GPU_MEMORY_HINT).into())
+        }
+        _ => Ok(false),
     }
 }
 
@@ -263,12 +364,14 @@ impl RankRails {
             most_copies: bounds.copies as u32,
             ..Rails::zeroed()
         };
+        let show = window.show();
         let proxy = Proxy::start(
             ProxyParts {
                 rail: rail_of(world, rank)?,
                 transport,
                 window: Arc::clone(&window.segment) as Arc<dyn ep::Window>,
                 layout,
+                show,
                 // The links write the words that end waits for a rank. They notice every rank that ends. `failures` has the
                 // errors that only the engine has noticed.
                 on_lost: Box::new(|_, _| {}),

@@ -7,8 +7,8 @@ use std::sync::Arc;
 
 use ep::{EnvironmentError, Error, Limits, Result, Window};
 
-use crate::blob::Blob;
-use crate::info::{self, Chosen, LOG_HINT};
+use crate::blob::{self, Blob};
+use crate::info::{self, Chosen, GPU_MEMORY_HINT, LOG_HINT, Memory};
 use crate::library::Library;
 use crate::nics::Bus;
 use crate::{Options, sys};
@@ -112,18 +112,73 @@ pub(crate) enum Completion {
     Arrived(u32),
 }
 
+/// A part of a peer's window.
+#[derive(Debug, Clone, Copy, Default)]
+struct RemotePart {
+    key: u64,
+    base: u64,
+    len: usize,
+}
+
 /// Where a peer's window is.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Remote {
     address: sys::Address,
-    key: u64,
+    /// In order of their offsets. Parts that the window does not have are empty.
+    parts: [RemotePart; Blob::MOST_PARTS],
+}
+
+impl Remote {
+    /// The lengths of the window's parts, in order.
+    pub(crate) fn lens(&self) -> impl Iterator<Item = usize> + '_ {
+        self.parts.iter().map(|part| part.len)
+    }
+}
+
+/// The part in which `len` bytes at an offset of a window lie, and the offset in that part. `lens` are those of the parts, in
+/// order.
+///
+/// # Errors
+/// The offset at which the part ends that has the first byte; the length of the window if none has it.
+pub(crate) fn place(
+    lens: impl Iterator<Item = usize>,
+    offset: usize,
+    len: usize,
+) -> std::result::Result<(usize, usize), usize> {
+    let mut start = 0;
+    for (part, part_len) in lens.enumerate() {
+        let within = offset - start;
+        if within < part_len || (len == 0 && within == part_len) {
+            return if len <= part_len - within { Ok((part, within)) } else { Err(start + part_len) };
+        }
+        start += part_len;
+    }
+    Err(start)
+}
+
+/// A registered part of this rank's window.
+struct Part {
+    region: Object,
+    start: *mut u8,
+    len: usize,
+    /// What the provider calls the first byte.
     base: u64,
-    pub(crate) len: usize,
+}
+
+// SAFETY: the pointer is an address; only the library accesses the memory through it.
+unsafe impl Send for Part {}
+
+impl Part {
+    fn mr(&self) -> &sys::Mr {
+        // SAFETY: an open region begins with this structure.
+        unsafe { &*self.region.as_ptr::<sys::Mr>() }
+    }
 }
 
 /// The fields are in the order in which they must be dropped.
 pub(crate) struct Endpoint {
-    region: Object,
+    /// In order of their offsets: the part in host memory, then that in the memory of a GPU.
+    parts: Vec<Part>,
     endpoint: Object,
     addresses: Object,
     queue: Object,
@@ -132,14 +187,13 @@ pub(crate) struct Endpoint {
     contexts: Contexts,
     info: Chosen,
     library: Arc<Library>,
-    window: Arc<dyn Window>,
+    /// Keeps the memory of the parts.
+    _window: Arc<dyn Window>,
     provider: String,
     /// Contexts of puts come first, and then those of posted receives.
     puts: usize,
     /// Contexts of receives that have to be posted, where immediates need posted receives.
     unposted: Vec<usize>,
-    /// What the provider calls the first byte of this rank's window.
-    base: u64,
 }
 
 impl Endpoint {
@@ -159,13 +213,16 @@ impl Endpoint {
         peers: usize,
         limits: Limits,
     ) -> Result<Self> {
-        let info = Chosen::new(&library, options, nic)?;
+        let gpu_part = window.gpu_part();
+        let memory = if gpu_part.is_some() { Memory::OfGpus } else { Memory::OfHost };
+        let info = Chosen::new(&library, options, nic, memory)?;
         let entry = info.entry();
         let provider = entry.provider();
         let what = info::what(&library, options, nic);
         let failed = |step: &str, answer: isize| -> Error {
             let hint = match step {
                 "fi_mr_reg" => format!("raise the limit of locked memory (ulimit -l), or {}", limits.advice),
+                "fi_mr_regattr of GPU memory" => GPU_MEMORY_HINT.to_owned(),
                 "fi_cq_open" => limits.advice.to_owned(),
                 _ => LOG_HINT.to_owned(),
             };
@@ -253,7 +310,7 @@ impl Endpoint {
         ok("fi_ep_bind to the addresses", endpoint.bind(&addresses, 0))?;
         ok("fi_enable", endpoint.enable())?;
 
-        // Where the provider leaves the key to the engine, the key is random, so that no other program can guess it. Keys
+        // Where the provider leaves the keys to the engine, they are random, so that no other program can guess them. Keys
         // have at least 4 bytes with all providers.
         let mut key = [0; 8];
         getrandom::fill(&mut key).map_err(|error| {
@@ -264,31 +321,59 @@ impl Endpoint {
             0 => u64::from_le_bytes(key) >> (u64::BITS - bits),
             _ => 0,
         };
-        let mut region = ptr::null_mut::<sys::Mr>();
         // SAFETY: an open domain has this table.
-        let register = unsafe { (*(*domain).mr).reg }.ok_or_else(|| missing("fi_mr_reg"))?;
-        let (start, access) = (window.start().as_ptr(), sys::WRITE | sys::REMOTE_WRITE);
+        let ops = unsafe { &*(*domain).mr };
+        let access = sys::WRITE | sys::REMOTE_WRITE;
+        let of_domain = || domain_object.as_ptr::<sys::Fid>();
+        let register = ops.reg.ok_or_else(|| missing("fi_mr_reg"))?;
+        let mut region = ptr::null_mut::<sys::Mr>();
+        let (start, len) = (window.start().as_ptr(), window.len());
         // SAFETY: the caller guarantees that the memory stays mapped; `window` keeps it until the region is closed.
-        let answer = unsafe {
-            let domain = domain_object.as_ptr();
-            register(domain, start.cast(), window.len(), access, 0, key, 0, &mut region, none)
-        };
-        let region = opened("fi_mr_reg", answer as isize, Object::new(region))?;
-        if mr_mode & sys::MR_ENDPOINT != 0 {
-            ok("fi_mr_bind", region.bind(&endpoint, 0))?;
-            ok("fi_mr_enable", region.enable())?;
+        let answer =
+            unsafe { register(of_domain(), start.cast(), len, access, 0, key, 0, &mut region, none) };
+        let mut regions = vec![(opened("fi_mr_reg", answer as isize, Object::new(region))?, start, len)];
+        if let Some(part) = gpu_part {
+            let step = "fi_mr_regattr of GPU memory";
+            let register = ops.regattr.ok_or_else(|| missing(step))?;
+            // The address belongs to the GPU: this process cannot access it.
+            let start = ptr::with_exposed_provenance_mut::<u8>(part.address as usize);
+            let memory = sys::Iovec { base: start.cast(), len: part.len };
+            let attributes = sys::MrAttr {
+                mr_iov: &memory,
+                iov_count: 1,
+                access,
+                offset: 0,
+                // Another key than that of the host memory, with as many bits.
+                requested_key: if mr_mode & sys::MR_PROV_KEY == 0 { key ^ 1 } else { 0 },
+                context: none,
+                auth_key_size: 0,
+                auth_key: ptr::null_mut(),
+                iface: sys::HMEM_CUDA,
+                device: sys::MrDevice { cuda: part.gpu },
+                later: [0; 8],
+            };
+            let mut region = ptr::null_mut::<sys::Mr>();
+            // SAFETY: as above; the attributes live during the call.
+            let answer = unsafe { register(of_domain(), &attributes, 0, &mut region) };
+            regions.push((opened(step, answer as isize, Object::new(region))?, start, part.len));
         }
-        // SAFETY: the region is open.
-        if unsafe { (*region.as_ptr::<sys::Mr>()).key } == sys::KEY_NOTAVAIL
-            && mr_mode & sys::MR_PROV_KEY != 0
-        {
-            let hint = "set HYBRID_EP_TRANSPORT to another provider";
-            let problem = "fi_mr_key: the provider has no key of at most 8 bytes for the window";
-            return Err(EnvironmentError::new(what, problem, hint).into());
+        let mut parts = Vec::with_capacity(regions.len());
+        for (region, start, len) in regions {
+            if mr_mode & sys::MR_ENDPOINT != 0 {
+                ok("fi_mr_bind", region.bind(&endpoint, 0))?;
+                ok("fi_mr_enable", region.enable())?;
+            }
+            let base = if mr_mode & sys::MR_VIRT_ADDR == 0 { 0 } else { start.expose_provenance() as u64 };
+            let part = Part { region, start, len, base };
+            if part.mr().key == sys::KEY_NOTAVAIL && mr_mode & sys::MR_PROV_KEY != 0 {
+                let hint = "set HYBRID_EP_TRANSPORT to another provider";
+                let problem = "fi_mr_key: the provider has no key of at most 8 bytes for the window";
+                return Err(EnvironmentError::new(what, problem, hint).into());
+            }
+            parts.push(part);
         }
-        let base = if mr_mode & sys::MR_VIRT_ADDR == 0 { 0 } else { start.expose_provenance() as u64 };
         let mut endpoint = Self {
-            region,
+            parts,
             endpoint,
             addresses,
             queue,
@@ -297,11 +382,10 @@ impl Endpoint {
             contexts: Contexts::new(puts + receives),
             info,
             library: Arc::clone(&library),
-            window,
+            _window: window,
             provider,
             puts,
             unposted: (puts..puts + receives).collect(),
-            base,
         };
         endpoint.post_receives()?;
         Ok(endpoint)
@@ -317,9 +401,9 @@ impl Endpoint {
         self.puts
     }
 
-    /// Length of this rank's window, bytes.
-    pub(crate) fn window_len(&self) -> usize {
-        self.window.len()
+    /// The lengths of the parts of this rank's window, bytes.
+    pub(crate) fn lens(&self) -> impl Iterator<Item = usize> + '_ {
+        self.parts.iter().map(|part| part.len)
     }
 
     /// The text of an error of the library.
@@ -352,17 +436,19 @@ impl Endpoint {
             return Err(self.error("fi_getname", answer));
         }
         address.truncate(len);
-        // SAFETY: the region is open.
-        let key = unsafe { (*self.region.as_ptr::<sys::Mr>()).key };
-        let (provider, len) = (self.provider.clone(), self.window.len() as u64);
-        Ok(Blob { provider, address, key, base: self.base, len })
+        let part = |part: &Part| blob::Part { key: part.mr().key, base: part.base, len: part.len as u64 };
+        let parts = self.parts.iter().map(part).collect();
+        Ok(Blob { provider: self.provider.clone(), address, parts })
     }
 
     /// Adds a peer. `None` when the provider refuses its address.
     pub(crate) fn insert(&mut self, blob: &Blob) -> Option<Remote> {
         // The library reads as many bytes as an address of this provider has.
         let own = self.blob().ok()?.address.len();
-        let len = usize::try_from(blob.len).ok()?;
+        let mut parts = [RemotePart::default(); Blob::MOST_PARTS];
+        for (part, &blob::Part { key, base, len }) in parts.iter_mut().zip(&blob.parts) {
+            *part = RemotePart { key, base, len: usize::try_from(len).ok()? };
+        }
         let text = self.info.entry().src_is_text();
         let complete = if text { blob.address.last() == Some(&0) } else { blob.address.len() == own };
         if !complete {
@@ -376,7 +462,7 @@ impl Endpoint {
             let insert = (*(*vector).ops).insert?;
             insert(vector, blob.address.as_ptr().cast(), 1, &mut address, 0, ptr::null_mut())
         };
-        (inserted == 1).then_some(Remote { address, key: blob.key, base: blob.base, len })
+        (inserted == 1).then_some(Remote { address, parts })
     }
 
     /// Posts a put of `len` bytes at `source`, with the context. The caller has checked the offsets. `Ok(false)`: the
@@ -390,17 +476,22 @@ impl Endpoint {
         immediate: u32,
         context: usize,
     ) -> Result<bool, isize> {
-        assert!(context < self.puts && source.checked_add(len).is_some_and(|end| end <= self.window.len()));
+        assert!(context < self.puts);
+        let (Ok((own, source)), Ok((peer, destination))) =
+            (place(self.lens(), source, len), place(to.lens(), destination, len))
+        else {
+            return Err(-sys::EINVAL);
+        };
+        let (own, peer) = (&self.parts[own], &to.parts[peer]);
         let endpoint = self.endpoint.as_ptr::<sys::Ep>();
-        // SAFETY: the source is inside the registered window, which outlives the endpoint. The context is not in use by
+        // SAFETY: the source is inside the registered part, whose memory outlives the endpoint. The context is not in use by
         // another operation. A descriptor is passed whether or not the provider needs it (`FI_MR_LOCAL`).
         let answer = unsafe {
             let writedata = (*(*endpoint).rma).writedata.ok_or(-sys::ENOSYS)?;
-            let from = self.window.start().as_ptr().add(source);
-            let desc = (*self.region.as_ptr::<sys::Mr>()).desc;
-            let at = to.base + destination as u64;
+            let (from, desc) = (own.start.wrapping_add(source), own.mr().desc);
+            let at = peer.base + destination as u64;
             let context = self.contexts.at(context);
-            writedata(endpoint, from.cast(), len, desc, immediate.into(), to.address, at, to.key, context)
+            writedata(endpoint, from.cast(), len, desc, immediate.into(), to.address, at, peer.key, context)
         };
         match answer {
             0 => Ok(true),
@@ -418,9 +509,9 @@ impl Endpoint {
             let answer = unsafe {
                 let recv = (*(*endpoint).msg).recv;
                 let recv = recv.ok_or_else(|| self.error("fi_recv", -sys::ENOSYS))?;
-                let desc = (*self.region.as_ptr::<sys::Mr>()).desc;
-                let start = self.window.start().as_ptr().cast();
-                recv(endpoint, start, 0, desc, u64::MAX, self.contexts.at(context))
+                let Part { start, .. } = self.parts[0];
+                let desc = self.parts[0].mr().desc;
+                recv(endpoint, start.cast(), 0, desc, u64::MAX, self.contexts.at(context))
             };
             match answer {
                 0 => drop(self.unposted.pop()),

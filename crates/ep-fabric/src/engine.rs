@@ -14,13 +14,13 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use ep::{
-    CallerError, EnvironmentError, Error, Limits, MemoryKind, Operator, PeerError, PeerFault, Posted, Put,
-    Rail, Rank, Result, Signal, Transport, Unconnected, Window,
+    CallerError, EnvironmentError, Error, Limits, Operator, PeerError, PeerFault, Posted, Put, Rail, Rank,
+    Result, Signal, Transport, Unconnected, Window,
 };
 
 use crate::Options;
 use crate::blob::Blob;
-use crate::endpoint::{Completion, Endpoint, Remote, is_shortage};
+use crate::endpoint::{Completion, Endpoint, Remote, is_shortage, place};
 use crate::leftovers::{self, Marker};
 use crate::library::Library;
 use crate::{several, sys};
@@ -53,7 +53,7 @@ struct ShmEndpoints {
 /// Opens an engine of libfabric with this rank's window.
 ///
 /// # Safety
-/// The memory that `window` describes must be mapped, with this address and length, until the window is dropped, and
+/// The memory that `window` describes must be mapped, with these addresses and lengths, until the window is dropped, and
 /// must be valid for reads and writes from outside of the process.
 ///
 /// # Errors
@@ -65,11 +65,6 @@ pub unsafe fn open(
     window: Arc<dyn Window>,
     limits: Limits,
 ) -> Result<Box<dyn Unconnected>> {
-    if window.kind() != MemoryKind::Host {
-        let problem = format!("it does not register memory of kind {:?}", window.kind());
-        let what = "registering a window with libfabric";
-        return Err(EnvironmentError::new(what, problem, "use a window in host memory").into());
-    }
     let library = Library::load(options.library.as_deref())?;
     let peers = rail.ranks().len() - 1;
     let marker = if options.provider == SHM_PROVIDER {
@@ -328,17 +323,14 @@ impl Core {
         let peer = &self.peers[index];
         let remote = peer.remote.expect("only this rank's own entry has no remote");
         if put.len > 0 {
-            let outside = |what: &'static str, offset: usize, window: usize| -> Result<()> {
-                match offset.checked_add(put.len) {
-                    Some(end) if end <= window => Ok(()),
-                    _ => {
-                        let (found, unit) = (offset.saturating_add(put.len), "bytes");
-                        Err(CallerError::Shape { what, expected: window, found, unit }.into())
-                    }
-                }
+            let outside = |what: &'static str, offset: usize, expected: usize| {
+                let (found, unit) = (offset.saturating_add(put.len), "bytes");
+                CallerError::Shape { what, expected, found, unit }
             };
-            outside("source of a put", put.source, self.endpoint.window_len())?;
-            outside("destination of a put", put.destination, remote.len)?;
+            place(self.endpoint.lens(), put.source, put.len)
+                .map_err(|end| outside("source of a put", put.source, end))?;
+            place(remote.lens(), put.destination, put.len)
+                .map_err(|end| outside("destination of a put", put.destination, end))?;
             if put.len > self.limits.put_bytes {
                 let (what, expected, unit) = ("a put", self.limits.put_bytes, "bytes");
                 return Err(CallerError::Shape { what, expected, found: put.len, unit }.into());

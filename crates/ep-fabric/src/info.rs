@@ -9,6 +9,10 @@ use ep::{CallerError, EnvironmentError, Result, TrafficClass};
 use crate::library::Library;
 use crate::{Options, Provider, sys};
 
+/// What to do where the memory of a GPU cannot be registered.
+pub(crate) const GPU_MEMORY_HINT: &str =
+    "set HYBRID_EP_TRANSPORT_GPU_MEMORY=0, which sends through host memory";
+
 /// What to do about an error of a provider.
 pub(crate) const LOG_HINT: &str = "see the provider's manual, fi_provider(7), or set FI_LOG_LEVEL=warn";
 
@@ -31,6 +35,14 @@ impl Drop for InfoList {
         // SAFETY: the library allocated the list, and nothing uses it any more.
         unsafe { (self.library.freeinfo)(self.first.as_ptr()) };
     }
+}
+
+/// The memory that a provider must be able to register.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Memory {
+    OfHost,
+    /// Memory of the host and of GPUs.
+    OfGpus,
 }
 
 /// One entry of a list. All entries have all five attribute structures: the library's constructor allocates them.
@@ -139,6 +151,7 @@ impl InfoList {
         address: Option<&CStr>,
         completion: u64,
         class: u32,
+        memory: Memory,
     ) -> Result<Option<Self>> {
         let hints = Self::copy(library, ptr::null())?;
         // SAFETY: allocated just now, and no other reference exists. `fi_freeinfo` frees the copied name.
@@ -152,6 +165,10 @@ impl InfoList {
             let domain = &mut *entry.domain_attr;
             domain.mr_mode =
                 sys::MR_LOCAL | sys::MR_VIRT_ADDR | sys::MR_ALLOCATED | sys::MR_PROV_KEY | sys::MR_ENDPOINT;
+            if memory == Memory::OfGpus {
+                entry.caps |= sys::HMEM;
+                domain.mr_mode |= sys::MR_HMEM;
+            }
             domain.threading = sys::THREAD_DOMAIN;
             domain.cq_data_size = size_of::<u32>();
             if let Some(provider) = provider {
@@ -201,16 +218,21 @@ impl InfoList {
     /// All providers that an engine can use, each once.
     pub(crate) fn all(library: &Arc<Library>) -> Result<Vec<Provider>> {
         let mut providers: Vec<Provider> = Vec::new();
-        let Some(list) = Self::ask(library, None, None, 0, 0)? else { return Ok(providers) };
+        let Some(list) = Self::ask(library, None, None, 0, 0, Memory::OfHost)? else { return Ok(providers) };
         for entry in list.entries() {
             let (name, domain) = (entry.provider(), entry.domain_name());
             let at = providers.iter().position(|provider| provider.name == name).unwrap_or_else(|| {
-                providers.push(Provider { name, domains: Vec::new() });
+                providers.push(Provider { name, domains: Vec::new(), gpu_memory: false });
                 providers.len() - 1
             });
             if !providers[at].domains.contains(&domain) {
                 providers[at].domains.push(domain);
             }
+        }
+        let of_gpus = Self::ask(library, None, None, 0, 0, Memory::OfGpus)?;
+        let names: Vec<String> = of_gpus.iter().flat_map(Self::entries).map(Entry::provider).collect();
+        for provider in &mut providers {
+            provider.gpu_memory = names.contains(&provider.name);
         }
         Ok(providers)
     }
@@ -229,14 +251,40 @@ impl Chosen {
     /// # Errors
     /// [`CallerError::Config`] for options that are no text for C or no code point; [`EnvironmentError`] that lists what
     /// the library offers, when what the options name is not among it.
-    pub(crate) fn new(library: &Arc<Library>, options: &Options, nic: Option<&str>) -> Result<Self> {
+    pub(crate) fn new(
+        library: &Arc<Library>,
+        options: &Options,
+        nic: Option<&str>,
+        memory: Memory,
+    ) -> Result<Self> {
+        match Self::find(library, options, nic, memory)? {
+            Ok(chosen) => Ok(chosen),
+            Err(domains) => {
+                let names = names_of(&options.provider);
+                let what = what(library, options, nic);
+                if memory == Memory::OfGpus && Self::find(library, options, nic, Memory::OfHost)?.is_ok() {
+                    let problem = "the provider does not register the memory of GPUs here (FI_HMEM)";
+                    return Err(EnvironmentError::new(what, problem, GPU_MEMORY_HINT).into());
+                }
+                Err(not_offered(library, what, &names, &domains)?.into())
+            }
+        }
+    }
+
+    /// The provider's first NIC that fits, or `nic`. If there is none, the NICs that fit but for their name.
+    pub(crate) fn find(
+        library: &Arc<Library>,
+        options: &Options,
+        nic: Option<&str>,
+        memory: Memory,
+    ) -> Result<std::result::Result<Self, Vec<String>>> {
         let address = match (&options.address, nic, options.provider.as_str()) {
             // On another interface than this one, other machines could reach the windows. So it takes a decision.
             (None, None, "tcp" | "net") => Some("127.0.0.1"),
             (address, ..) => address.as_deref(),
         };
         let mut domains = Vec::new();
-        let chosen = find_entry(library, options, address, |entry| {
+        let chosen = find_entry(library, options, address, memory, |entry| {
             let domain = entry.domain_name();
             if nic.is_none_or(|asked| *asked == domain) {
                 return InfoList::copy(library, entry.as_ptr()).map(Some);
@@ -246,13 +294,7 @@ impl Chosen {
             }
             Ok(None)
         })?;
-        match chosen {
-            Some(entry) => Ok(Self(entry)),
-            None => {
-                let names = names_of(&options.provider);
-                Err(not_offered(library, what(library, options, nic), &names, &domains)?.into())
-            }
-        }
+        Ok(chosen.map(Self).ok_or(domains))
     }
 }
 
@@ -271,6 +313,7 @@ pub(crate) fn find_entry<T>(
     library: &Arc<Library>,
     options: &Options,
     address: Option<&str>,
+    memory: Memory,
     mut visit: impl FnMut(Entry<'_>) -> Result<Option<T>>,
 ) -> Result<Option<T>> {
     let class = class_bits(options.traffic_class)?;
@@ -283,7 +326,7 @@ pub(crate) fn find_entry<T>(
         let delivery: &[u64] =
             if name == "shm" { &[] } else { &[sys::DELIVERY_COMPLETE, sys::TRANSMIT_COMPLETE] };
         for &completion in delivery.iter().chain([&0]) {
-            let list = InfoList::ask(library, Some(&hint), address.as_deref(), completion, class)?;
+            let list = InfoList::ask(library, Some(&hint), address.as_deref(), completion, class, memory)?;
             for entry in list.iter().flat_map(InfoList::entries) {
                 // A name also selects what is layered over the provider. A provider may list classes of which it
                 // knows nothing.

@@ -43,6 +43,8 @@ use std::path::{Path, PathBuf};
 
 use ep::{Result, TrafficClass};
 
+use info::{Chosen, Memory};
+
 pub use engine::open;
 pub use nearest::{DeviceLocation, Nearest, Nic, Relation, nearest};
 pub use nics::{SYSFS, is_nvidia_gpu, nearest_nics};
@@ -72,6 +74,22 @@ pub struct Provider {
     pub name: String,
     /// Its domains: interfaces or devices.
     pub domains: Vec<String>,
+    /// Whether it registers memory of GPUs (`FI_HMEM`) on any of them.
+    pub gpu_memory: bool,
+}
+
+/// Whether the provider registers memory of GPUs (`FI_HMEM`) on every NIC of the options, or on the first that fits if they name
+/// none.
+///
+/// # Errors
+/// [`ep::EnvironmentError`] when the library cannot be loaded; [`ep::CallerError::Config`] for options that are no text for C.
+pub fn registers_gpu_memory(options: &Options) -> Result<bool> {
+    let library = library::Library::load(options.library.as_deref())?;
+    let offers = |nic| Ok(Chosen::find(&library, options, nic, Memory::OfGpus)?.is_ok());
+    match options.domains.as_slice() {
+        [] => offers(None),
+        nics => nics.iter().try_fold(true, |all, nic| Ok(all && offers(Some(nic))?)),
+    }
 }
 
 /// The version of libfabric, and the providers that an engine can use on this machine. `library` is as in [`Options`].

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use ep::Result;
 
 use crate::Options;
-use crate::info::{Entry, find_entry};
+use crate::info::{Entry, Memory, find_entry};
 use crate::library::Library;
 use crate::nearest::{DeviceLocation, Nic, nearest};
 
@@ -61,7 +61,7 @@ impl Candidate {
     /// The NICs of one network whose places the provider tells and whose links are not down.
     fn all(library: &Arc<Library>, options: &Options, bus: Bus<'_>) -> Result<Vec<Self>> {
         let mut all: Vec<Self> = Vec::new();
-        find_entry(library, options, options.address.as_deref(), |entry| {
+        find_entry(library, options, options.address.as_deref(), Memory::OfHost, |entry| {
             if let Some(candidate) = Self::new(entry, bus)
                 && all.iter().all(|known| known.domain != candidate.domain)
             {

@@ -25,6 +25,8 @@ pub const REMOTE_WRITE: u64 = 1 << 13;
 pub const REMOTE_CQ_DATA: u64 = 1 << 17;
 pub const TRANSMIT_COMPLETE: u64 = 1 << 27;
 pub const DELIVERY_COMPLETE: u64 = 1 << 28;
+/// Memory of devices.
+pub const HMEM: u64 = 1 << 47;
 /// A flag of `fi_getinfo`: the node is the address of this end.
 pub const SOURCE: u64 = 1 << 57;
 
@@ -38,6 +40,9 @@ pub const MR_VIRT_ADDR: c_int = 1 << 4;
 pub const MR_ALLOCATED: c_int = 1 << 5;
 pub const MR_PROV_KEY: c_int = 1 << 6;
 pub const MR_ENDPOINT: c_int = 1 << 9;
+pub const MR_HMEM: c_int = 1 << 10;
+
+pub const HMEM_CUDA: c_int = 1;
 
 /// The key of a region whose real key does not fit 64 bits or is not known yet.
 pub const KEY_NOTAVAIL: u64 = u64::MAX;
@@ -250,6 +255,37 @@ pub struct MrOps {
             *mut c_void,
         ) -> c_int,
     >,
+    pub regv: Unused,
+    /// Domain, attributes, flags, result.
+    pub regattr: Option<unsafe extern "C" fn(*mut Fid, *const MrAttr, u64, *mut *mut Mr) -> c_int>,
+}
+
+#[repr(C)]
+pub struct Iovec {
+    pub base: *mut c_void,
+    pub len: usize,
+}
+
+#[repr(C)]
+pub struct MrAttr {
+    pub mr_iov: *const Iovec,
+    pub iov_count: usize,
+    pub access: u64,
+    pub offset: u64,
+    pub requested_key: u64,
+    pub context: *mut c_void,
+    pub auth_key_size: usize,
+    pub auth_key: *mut u8,
+    pub iface: c_int,
+    pub device: MrDevice,
+    /// The caller allocates this structure, so it has room for the fields of later versions.
+    pub later: [u64; 8],
+}
+
+#[repr(C)]
+pub union MrDevice {
+    pub reserved: u64,
+    pub cuda: c_int,
 }
 
 #[repr(C)]

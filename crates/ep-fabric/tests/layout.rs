@@ -43,7 +43,9 @@ fn expected() -> Vec<Expected> {
     fields!(list, FabricOps, "struct fi_ops_fabric": size, domain);
     fields!(list, Domain, "struct fid_domain": fid, ops, mr);
     fields!(list, DomainOps, "struct fi_ops_domain": size, av_open, cq_open, endpoint);
-    fields!(list, MrOps, "struct fi_ops_mr": size, reg);
+    fields!(list, MrOps, "struct fi_ops_mr": size, reg, regv, regattr);
+    fields!(list, Iovec, "struct iovec": base = "iov_base", len = "iov_len");
+    fields!(list, MrAttr, "struct fi_mr_attr": mr_iov, iov_count, access, offset, requested_key, context, auth_key_size, auth_key, iface, device);
     fields!(list, Mr, "struct fid_mr": fid, desc = "mem_desc", key);
     fields!(list, AvAttr, "struct fi_av_attr": kind = "type", rx_ctx_bits, count, ep_per_node, name, map_addr, flags);
     fields!(list, Av, "struct fid_av": fid, ops);
@@ -76,6 +78,9 @@ fn expected() -> Vec<Expected> {
         ("FI_REMOTE_CQ_DATA", sys::REMOTE_CQ_DATA),
         ("FI_TRANSMIT_COMPLETE", sys::TRANSMIT_COMPLETE),
         ("FI_DELIVERY_COMPLETE", sys::DELIVERY_COMPLETE),
+        ("FI_HMEM", sys::HMEM),
+        ("FI_HMEM_CUDA", sys::HMEM_CUDA as u64),
+        ("FI_MR_HMEM", sys::MR_HMEM as u64),
         ("FI_SOURCE", sys::SOURCE),
         ("FI_CONTEXT", sys::CONTEXT),
         ("FI_CONTEXT2", sys::CONTEXT2),
@@ -133,7 +138,10 @@ fn the_declarations_match_the_headers() {
     for Expected(c, _) in &expected {
         writeln!(source, "printf(\"%llu\\n\", (unsigned long long)({c}));").unwrap();
     }
-    writeln!(source, "printf(\"%zu\\n\", sizeof(struct fi_cq_err_entry));\nreturn 0;\n}}").unwrap();
+    for grows in ["fi_cq_err_entry", "fi_mr_attr"] {
+        writeln!(source, "printf(\"%zu\\n\", sizeof(struct {grows}));").unwrap();
+    }
+    source += "return 0;\n}";
     let dir = Path::new(env!("CARGO_TARGET_TMPDIR"));
     let (file, program) = (dir.join("layout.c"), dir.join("layout"));
     std::fs::write(&file, source).unwrap();
@@ -143,10 +151,11 @@ fn the_declarations_match_the_headers() {
     let printed = Command::new(&program).output().unwrap().stdout;
     let values: Vec<u64> =
         String::from_utf8(printed).unwrap().lines().map(|line| line.parse().unwrap()).collect();
-    assert_eq!(values.len(), expected.len() + 1);
+    assert_eq!(values.len(), expected.len() + 2);
     for (Expected(c, ours), theirs) in expected.iter().zip(&values) {
         assert_eq!(ours, theirs, "{c}");
     }
-    // This structure has room for the fields of later versions.
+    // These structures have room for the fields of later versions.
     assert!(values[expected.len()] <= size_of::<sys::CqErrEntry>() as u64);
+    assert!(values[expected.len() + 1] <= size_of::<sys::MrAttr>() as u64);
 }

@@ -5,7 +5,7 @@ use std::net::IpAddr;
 use std::path::Path;
 use std::sync::Arc;
 
-use ep::{Limits, Rail, Result, TransportOptions, Unconnected};
+use ep::{Limits, Rail, Result, TransportOptions, Unconnected, Window};
 
 use crate::Segment;
 
@@ -41,34 +41,78 @@ pub fn open_fabric(
     options: &TransportOptions,
     limits: Limits,
 ) -> Result<Box<dyn Unconnected>> {
-    open(rail, place, window, options, limits)
+    // SAFETY: a segment is mapped, with an unchanging length, until it is dropped. Other ranks may write to it at any
+    // time: only pointers and atomics access it.
+    unsafe { open_fabric_over(rail, place, window, options, limits) }
+}
+
+/// Like [`open_fabric`], with any window: one with a part in the memory of a GPU, for example.
+///
+/// # Safety
+/// The memory that `window` describes must be mapped, with these addresses and lengths, until the window is dropped, and valid
+/// for reads and writes from outside of the process at any time.
+///
+/// # Errors
+/// As for [`open_fabric`]; in addition [`EnvironmentError`](ep::EnvironmentError) when the provider does not register the
+/// window's memory.
+pub unsafe fn open_fabric_over(
+    rail: Rail,
+    place: &RankPlace,
+    window: Arc<dyn Window>,
+    options: &TransportOptions,
+    limits: Limits,
+) -> Result<Box<dyn Unconnected>> {
+    // SAFETY: guaranteed by the caller.
+    unsafe { open(rail, place, window, options, limits) }
+}
+
+/// Whether the engine over libfabric that `options` name registers the memory of GPUs for the rank at this place.
+///
+/// # Errors
+/// As for [`open_fabric`].
+pub fn registers_gpu_memory(place: &RankPlace, options: &TransportOptions) -> Result<bool> {
+    registers(place, options)
 }
 
 #[cfg(feature = "fabric")]
-fn open(
+fn registers(place: &RankPlace, options: &TransportOptions) -> Result<bool> {
+    ep_fabric::registers_gpu_memory(&fabric_options(options, place, Path::new(ep_fabric::SYSFS))?)
+}
+
+#[cfg(not(feature = "fabric"))]
+fn registers(_: &RankPlace, options: &TransportOptions) -> Result<bool> {
+    Err(without_fabric(options))
+}
+
+#[cfg(feature = "fabric")]
+unsafe fn open(
     rail: Rail,
     place: &RankPlace,
-    window: Arc<Segment>,
+    window: Arc<dyn Window>,
     options: &TransportOptions,
     limits: Limits,
 ) -> Result<Box<dyn Unconnected>> {
     let options = fabric_options(options, place, Path::new(ep_fabric::SYSFS))?;
-    // SAFETY: a segment is mapped, with an unchanging length, until it is dropped. Other ranks may write to it at any
-    // time: only pointers and atomics access it.
-    unsafe { ep_fabric::open(&options, rail, window as Arc<dyn ep::Window>, limits) }
+    // SAFETY: guaranteed by the caller.
+    unsafe { ep_fabric::open(&options, rail, window, limits) }
 }
 
 #[cfg(not(feature = "fabric"))]
-fn open(
+unsafe fn open(
     _: Rail,
     _: &RankPlace,
-    _: Arc<Segment>,
+    _: Arc<dyn Window>,
     options: &TransportOptions,
     _: Limits,
 ) -> Result<Box<dyn Unconnected>> {
+    Err(without_fabric(options))
+}
+
+#[cfg(not(feature = "fabric"))]
+fn without_fabric(options: &TransportOptions) -> ep::Error {
     let (key, value) = ("HYBRID_EP_TRANSPORT", options.engine.clone());
     let problem = "this build has only `loopback`; enable the feature `fabric` of the backend's crate".into();
-    Err(ep::CallerError::Config { key, value, problem }.into())
+    ep::CallerError::Config { key, value, problem }.into()
 }
 
 /// The providers that have no NICs to choose from: `shm`, and those that listen at a network address.

@@ -18,7 +18,7 @@ mod segment;
 #[cfg(test)]
 mod testing;
 
-pub use fabric::{RankPlace, open_fabric};
+pub use fabric::{RankPlace, open_fabric, open_fabric_over, registers_gpu_memory};
 pub use loopback::Loopback;
 pub use paced::{Carry, InHostMemory, Paced};
 pub use rail::{broken, connect_rail, rail_of};

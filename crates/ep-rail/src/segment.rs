@@ -5,7 +5,7 @@ use std::ffi::c_void;
 use std::os::fd::OwnedFd;
 use std::ptr::NonNull;
 
-use ep::{EnvironmentError, MemoryKind, Result, Window};
+use ep::{EnvironmentError, Result, Window};
 use rustix::mm::{self, MapFlags, ProtFlags};
 
 /// A mapping of zero-initialised memory, at least 4 KiB aligned.
@@ -108,10 +108,6 @@ impl Window for Segment {
 
     fn len(&self) -> usize {
         Segment::len(self)
-    }
-
-    fn kind(&self) -> MemoryKind {
-        MemoryKind::Host
     }
 }
 

@@ -101,7 +101,7 @@ pub use size::Size;
 pub use tell::tell;
 pub use topology::{ExpertPlacement, Rank, Topology, World};
 pub use transport::{
-    Limits, MemoryKind, Posted, Put, Rail, Signal, TrafficClass, Transport, TransportOptions, Unconnected,
+    GpuPart, Limits, Posted, Put, Rail, Signal, TrafficClass, Transport, TransportOptions, Unconnected,
     Window,
 };
 pub use weight::{WeightGradients, WeightRows, WeightedRows};

@@ -135,6 +135,10 @@ pub struct TransportOptions {
     pub nics: Vec<Vec<String>>,
     /// The traffic class of messages between domains; `None`: the provider's. `HYBRID_EP_TRANSPORT_TRAFFIC_CLASS`.
     pub traffic_class: Option<TrafficClass>,
+    /// Whether the NIC accesses the rail lanes in the memory of the rank's GPU. `false`: lanes are in host memory, which the
+    /// GPU accesses. `None`: in GPU memory if the provider and the GPU support it. Ranks may differ.
+    /// `HYBRID_EP_TRANSPORT_GPU_MEMORY`: `0`, `1` or `auto`.
+    pub gpu_memory: Option<bool>,
     /// The path of `libfabric.so.1`; `None`: the system's. `HYBRID_EP_LIBFABRIC`.
     pub libfabric: Option<PathBuf>,
 }
@@ -142,7 +146,8 @@ pub struct TransportOptions {
 impl Default for TransportOptions {
     fn default() -> Self {
         let engine = Self::LOOPBACK.into();
-        Self { engine, address: None, nics: Vec::new(), traffic_class: None, libfabric: None }
+        let (nics, traffic_class) = (Vec::new(), None);
+        Self { engine, address: None, nics, traffic_class, gpu_memory: None, libfabric: None }
     }
 }
 
@@ -200,7 +205,8 @@ impl TransportOptions {
     ///
     /// # Errors
     /// [`CallerError::Config`] for a list of NICs with an empty name, a name twice for one rank, or different numbers of NICs;
-    /// for an unknown traffic class; and for an emulated link without a valid pace.
+    /// for an unknown traffic class; for a choice of memory that is not `0`, `1` or `auto`; and for an emulated link without a
+    /// valid pace.
     pub(crate) fn from_lookup(lookup: &impl Fn(&str) -> Option<String>) -> Result<Self> {
         let value = |key| lookup(key).map(|value| value.trim().to_string()).filter(|value| !value.is_empty());
         let nics = match value("HYBRID_EP_TRANSPORT_NIC") {
@@ -233,6 +239,19 @@ impl TransportOptions {
             address: value("HYBRID_EP_TRANSPORT_ADDRESS"),
             nics,
             traffic_class: value("HYBRID_EP_TRANSPORT_TRAFFIC_CLASS").map(class).transpose()?,
+            gpu_memory: match value("HYBRID_EP_TRANSPORT_GPU_MEMORY") {
+                None => None,
+                Some(text) => match &*text {
+                    "auto" => None,
+                    "0" => Some(false),
+                    "1" => Some(true),
+                    _ => {
+                        let (key, problem) =
+                            ("HYBRID_EP_TRANSPORT_GPU_MEMORY", "must be 0, 1 or auto".into());
+                        return Err(CallerError::Config { key, value: text, problem }.into());
+                    }
+                },
+            },
             libfabric: value("HYBRID_EP_LIBFABRIC").map(PathBuf::from),
         };
         options.pace()?;
@@ -285,32 +304,41 @@ impl FromStr for TrafficClass {
     }
 }
 
-/// Where a window's memory is. An engine refuses the kinds that it cannot register.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum MemoryKind {
-    /// Memory of the host.
-    Host,
+/// The part of a window that is in the memory of a GPU.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct GpuPart {
+    /// CUDA's ordinal of the GPU.
+    pub gpu: i32,
+    /// Address of the first byte in the address space of CUDA and of this process.
+    pub address: u64,
+    /// Length, bytes.
+    pub len: usize,
 }
 
 /// This rank's memory that an engine registers: peers' puts write to it, and this rank's puts read from it.
 ///
-/// `start` and `len` must not change. The memory must stay mapped until the window is dropped; an engine keeps the
+/// A window is host memory. A part in the memory of a GPU may follow it: the offset of the first byte of that part is the
+/// length of the part in host memory. No put crosses from one part to the other, neither with its source nor with its
+/// destination. The windows of a rail may have different lengths and parts.
+///
+/// What the functions return must not change. The memory must stay mapped until the window is dropped; an engine keeps the
 /// window as long as the network may access it.
 pub trait Window: Send + Sync {
-    /// The address of the first byte.
+    /// The address of the first byte, which is in host memory.
     fn start(&self) -> NonNull<u8>;
 
-    /// Length, bytes. The windows of a rail may have different lengths.
+    /// Length of the part in host memory, bytes.
     fn len(&self) -> usize;
 
-    /// Whether the window has no bytes.
+    /// Whether the part in host memory has no bytes.
     fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Where the memory is.
-    fn kind(&self) -> MemoryKind;
+    /// The part in the memory of a GPU; `None` if the window has none, which is the default.
+    fn gpu_part(&self) -> Option<GpuPart> {
+        None
+    }
 }
 
 /// The limits that the layer above the engine keeps. An engine sizes its queues by these limits.
@@ -520,6 +548,23 @@ mod tests {
         assert_eq!(kind("tcp"), (false, false, false));
         let error = lookup("paced:25").unwrap_err().to_string();
         assert!(error.contains("HYBRID_EP_TRANSPORT") && error.contains("such as 25GB/s,5us"), "{error}");
+    }
+
+    #[test]
+    fn lanes_may_be_in_gpu_memory() {
+        let read = |value: &'static str| {
+            let lookup = |key: &str| (key == "HYBRID_EP_TRANSPORT_GPU_MEMORY").then(|| value.to_string());
+            TransportOptions::from_lookup(&lookup).map(|options| options.gpu_memory)
+        };
+        assert_eq!(
+            ["", "auto", "0", " 1 "].map(|value| read(value).unwrap()),
+            [None, None, Some(false), Some(true)]
+        );
+        let error = read("yes").unwrap_err().to_string();
+        assert!(
+            error.contains("HYBRID_EP_TRANSPORT_GPU_MEMORY") && error.contains("0, 1 or auto"),
+            "{error}"
+        );
     }
 
     #[test]

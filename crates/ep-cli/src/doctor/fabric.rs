@@ -25,6 +25,8 @@ pub(crate) struct FabricProvider {
     pub(crate) name: String,
     /// The names of its NICs (the domains of `fi_info`), which `HYBRID_EP_TRANSPORT_NIC` takes.
     pub(crate) nics: Vec<String>,
+    /// Whether it registers the memory of GPUs (`FI_HMEM`), so that rails need no copy in host memory.
+    pub(crate) gpu_memory: bool,
     /// Whether the engine is tested over it.
     pub(crate) state: ProviderState,
 }
@@ -42,7 +44,7 @@ pub(crate) enum ProviderState {
 }
 
 impl FabricProvider {
-    pub(super) fn new(name: String, nics: Vec<String>) -> Self {
+    pub(super) fn new(name: String, nics: Vec<String>, gpu_memory: bool) -> Self {
         let state = if TESTED.contains(&name.as_str()) {
             ProviderState::Tested
         } else if OF_CARDS.contains(&core_name(&name)) {
@@ -50,7 +52,7 @@ impl FabricProvider {
         } else {
             ProviderState::NotTested
         };
-        FabricProvider { name, nics, state }
+        FabricProvider { name, nics, gpu_memory, state }
     }
 
     /// Whether it is the provider `core`, or layered over it.
@@ -73,6 +75,7 @@ impl FabricProvider {
             ProviderState::NeverRun => "never run by us; ",
             ProviderState::NotTested => "not in our tests; ",
         };
+        let memory = if self.gpu_memory { "accesses GPU memory; " } else { "" };
         let nics = match self.nics.len() {
             0 => "no NIC".to_owned(),
             1 => format!("NIC {}", self.nics[0]),
@@ -80,7 +83,7 @@ impl FabricProvider {
         };
         // The setting `tcp` selects the provider that version 1.17 calls `net`; its `tcp;ofi_rxm` is a different provider.
         let named = if self.name == "net" { " (HYBRID_EP_TRANSPORT=tcp)" } else { "" };
-        Check::ok(format!("provider {}{named}", self.name), format!("{note}{nics}"))
+        Check::ok(format!("provider {}{named}", self.name), format!("{note}{memory}{nics}"))
     }
 }
 
@@ -115,7 +118,9 @@ pub(super) fn providers() -> Fact<Vec<FabricProvider>> {
     }
     match answer.recv_timeout(PATIENCE) {
         Ok(Ok((_, providers))) => {
-            let all = providers.into_iter().map(|found| FabricProvider::new(found.name, found.domains));
+            let all = providers.into_iter().map(|found: ep_fabric::Provider| {
+                FabricProvider::new(found.name, found.domains, found.gpu_memory)
+            });
             Fact::Known(all.collect())
         }
         Ok(Err(_)) => Fact::Absent,
@@ -131,7 +136,7 @@ mod tests {
     use super::*;
 
     fn provider(name: &str, nics: &[&str]) -> FabricProvider {
-        FabricProvider::new(name.to_owned(), nics.iter().map(|&nic| nic.to_owned()).collect())
+        FabricProvider::new(name.to_owned(), nics.iter().map(|&nic| nic.to_owned()).collect(), false)
     }
 
     #[test]
@@ -156,11 +161,12 @@ mod tests {
         ] {
             assert_eq!(provider(name, &[]).state, state, "{name}");
         }
-        let all = vec![provider("verbs;ofi_rxm", &["mlx5_0", "mlx5_1"]), provider("net", &["eth0"])];
+        let verbs = FabricProvider { gpu_memory: true, ..provider("verbs;ofi_rxm", &["mlx5_0", "mlx5_1"]) };
+        let all = vec![verbs, provider("net", &["eth0"])];
         let found: Vec<_> =
             checks(&Fact::Known(all)).into_iter().map(|check| (check.name, check.found)).collect();
         let expected = [
-            ("provider verbs;ofi_rxm", "never run by us; NICs mlx5_0, mlx5_1"),
+            ("provider verbs;ofi_rxm", "never run by us; accesses GPU memory; NICs mlx5_0, mlx5_1"),
             ("provider net (HYBRID_EP_TRANSPORT=tcp)", "NIC eth0"),
         ];
         assert_eq!(found, expected.map(|(name, found)| (name.to_owned(), found.to_owned())));

@@ -298,6 +298,9 @@ FUNCTION(cuDeviceGetAttribute, (int *value, int attribute, Device device),
              case 33: *value = 0x1a + device; break; /* PCI bus */
              case 34: *value = 0; break;           /* PCI device */
              case 50: *value = 0; break;           /* PCI domain */
+             case 110: *value = number_of("FAKE_CUDA_GPU_DIRECT", 0) != 0; break; /* memory that NICs access */
+             case 117: *value = 1; break;          /* the host flushes what NICs write */
+             case 118: *value = 0; break;          /* what NICs write is not ordered */
              case 128: *value = number_of("FAKE_CUDA_FABRIC", 0) != 0; break;
              default: return INVALID_VALUE;
          })
@@ -423,6 +426,7 @@ FUNCTION_OF_CONTEXT(cuEventRecord, (void *event, void *stream),
          of->count = 1;
          of->streams[0] = in;
          of->until[0] = in->submitted;)
+FUNCTION_OF_CONTEXT(cuFlushGPUDirectRDMAWrites, (int target, int scope), (void)target; (void)scope;)
 FUNCTION(cuCtxRecordEvent, (void *context, void *event),
          (void)context;
          if (number_of("FAKE_CUDA_OLD", 0)) return NOT_SUPPORTED;

@@ -133,6 +133,22 @@ impl Device {
         pci_address(self.primary.device)
     }
 
+    /// How NICs access the GPU's memory.
+    pub(crate) fn gpu_direct(&self) -> GpuDirect {
+        GpuDirect::of(self.primary.device)
+    }
+
+    /// Makes what a NIC has written to the GPU's memory visible to kernels of this GPU, including those that run.
+    pub(crate) fn flush_nic_writes(&self) -> Result<()> {
+        let _bound = self.bind()?;
+        let target =
+            sys::CUflushGPUDirectRDMAWritesTarget::CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TARGET_CURRENT_CTX;
+        let scope = sys::CUflushGPUDirectRDMAWritesScope::CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TO_OWNER;
+        // SAFETY: the call takes no pointer.
+        let answer = unsafe { sys::cuFlushGPUDirectRDMAWrites(target, scope) };
+        check(answer, || format!("flushing what a NIC has written to GPU {}", self.ordinal), GPU_MEMORY_HINT)
+    }
+
     /// The GPU's UUID.
     pub(crate) fn uuid(&self) -> Result<[u8; 16]> {
         let mut uuid = sys::CUuuid { bytes: [0; 16] };
@@ -158,6 +174,49 @@ impl Device {
         // SAFETY: writes two numbers.
         let answer = self.bind().map(|_bound| unsafe { sys::cuMemGetInfo_v2(&mut free, &mut total) });
         if matches!(answer, Ok(sys::CUresult::CUDA_SUCCESS)) { free } else { 0 }
+    }
+}
+
+/// What to do where NICs cannot access the GPU's memory.
+pub(crate) const GPU_MEMORY_HINT: &str =
+    "set HYBRID_EP_TRANSPORT_GPU_MEMORY=0, which sends through host memory";
+
+/// How NICs access the memory of a GPU.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum GpuDirect {
+    /// They do not, or kernels that run cannot be shown what they have written.
+    Unsupported,
+    /// Kernels see what a NIC has written before something that they see.
+    Ordered,
+    /// Kernels see what a NIC has written after [`Device::flush_nic_writes`].
+    Flushed,
+}
+
+impl GpuDirect {
+    fn of(device: sys::CUdevice) -> Self {
+        use sys::CUdevice_attribute as A;
+        let attribute = |attribute| {
+            let mut value = 0;
+            // SAFETY: writes one number.
+            let answer = unsafe { sys::cuDeviceGetAttribute(&mut value, attribute, device) };
+            if answer == sys::CUresult::CUDA_SUCCESS { value } else { 0 }
+        };
+        Self::from_attributes(
+            attribute(A::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED),
+            attribute(A::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING),
+            attribute(A::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS),
+        )
+    }
+
+    /// From whether allocations can be made for NICs, for whom what they write is ordered, and who can flush it.
+    fn from_attributes(allocations: i32, ordering: i32, flushes: i32) -> Self {
+        let owner = sys::CUGPUDirectRDMAWritesOrdering::CU_GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER as i32;
+        let host = sys::CUflushGPUDirectRDMAWritesOptions::CU_FLUSH_GPU_DIRECT_RDMA_WRITES_OPTION_HOST as i32;
+        match allocations != 0 {
+            true if ordering >= owner => Self::Ordered,
+            true if flushes & host != 0 => Self::Flushed,
+            _ => Self::Unsupported,
+        }
     }
 }
 
@@ -216,5 +275,26 @@ impl Drop for Primary {
         // SAFETY: retained once, when this value was made. The result is ignored: at the end of the process the driver may
         // have shut down.
         let _ = unsafe { sys::cuDevicePrimaryCtxRelease_v2(self.device) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lanes_are_in_gpu_memory_where_kernels_can_be_shown_what_nics_write() {
+        for (allocations, ordering, flushes, expected) in [
+            (0, 200, 1, GpuDirect::Unsupported),
+            (1, 0, 0, GpuDirect::Unsupported),
+            // A flush that only a stream can make.
+            (1, 0, 2, GpuDirect::Unsupported),
+            (1, 0, 3, GpuDirect::Flushed),
+            (1, 100, 0, GpuDirect::Ordered),
+            (1, 200, 1, GpuDirect::Ordered),
+        ] {
+            let found = GpuDirect::from_attributes(allocations, ordering, flushes);
+            assert_eq!(found, expected, "{allocations} {ordering} {flushes}");
+        }
     }
 }

@@ -45,6 +45,13 @@ const FABRIC: sys::CUmemAllocationHandleType = sys::CUmemAllocationHandleType::C
 pub(crate) const FABRIC_HINT: &str = "does the service nvidia-imex run on all machines of the domain, and may this process use a channel \
      (/dev/nvidia-caps-imex-channels)?";
 
+/// Who accesses an allocation.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Access {
+    OfGpus,
+    OfNicsToo,
+}
+
 /// An allocation of physical GPU memory that several GPUs and processes can map. It is freed when this value has been
 /// dropped and no mapping is left.
 #[derive(Debug)]
@@ -56,12 +63,22 @@ pub(crate) struct Chunk {
 impl Chunk {
     /// Allocates `bytes` bytes, a multiple of [`GRANULE`].
     pub(crate) fn new(device: &Device, bytes: usize, sharing: Sharing) -> Result<Self> {
+        Self::allocate(device, bytes, sharing, Access::OfGpus)
+    }
+
+    /// Allocates `bytes` bytes, a multiple of [`GRANULE`], that NICs can access, too, if the GPU supports that
+    /// ([`GpuDirect::of`]).
+    pub(crate) fn for_nics(device: &Device, bytes: usize) -> Result<Self> {
+        Self::allocate(device, bytes, Sharing::Machine, Access::OfNicsToo)
+    }
+
+    fn allocate(device: &Device, bytes: usize, sharing: Sharing, access: Access) -> Result<Self> {
         let _bound = device.bind()?;
         let (kinds, hint) = match sharing {
             Sharing::Machine => (DESCRIPTOR, ""),
             Sharing::Domain => (sys::CUmemAllocationHandleType_enum(DESCRIPTOR.0 | FABRIC.0), FABRIC_HINT),
         };
-        let properties = sys::CUmemAllocationProp {
+        let mut properties = sys::CUmemAllocationProp {
             type_: sys::CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED,
             requestedHandleTypes: kinds,
             location: location(device.ordinal),
@@ -69,6 +86,7 @@ impl Chunk {
             // SAFETY: integers, for which zero is the default.
             allocFlags: unsafe { std::mem::zeroed() },
         };
+        properties.allocFlags.gpuDirectRDMACapable = u8::from(access == Access::OfNicsToo);
         let mut handle = 0;
         // SAFETY: writes one handle, released in `drop`.
         let answer = unsafe { sys::cuMemCreate(&mut handle, bytes, &properties, 0) };

@@ -28,4 +28,4 @@ mod window;
 
 pub(crate) use layout::{RailLayout, SIGNALS, limits};
 pub(crate) use proxy::Proxy;
-pub(crate) use pump::ProxyParts;
+pub(crate) use pump::{ProxyParts, Show};

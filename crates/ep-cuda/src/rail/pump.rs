@@ -21,6 +21,9 @@ use crate::params::RailPlan;
 /// The pause between two attempts to post to a full queue before the proxy stops.
 const FULL_PAUSE: Duration = Duration::from_micros(50);
 
+/// Makes what the network has written visible to the kernels.
+pub(crate) type Show = Box<dyn Fn() -> Result<()> + Send>;
+
 /// What a proxy works with.
 pub(crate) struct ProxyParts {
     /// This rank and its rail peers.
@@ -31,6 +34,9 @@ pub(crate) struct ProxyParts {
     pub(crate) window: Arc<dyn Window>,
     /// The layout of the windows of all ranks of the rail.
     pub(crate) layout: RailLayout,
+    /// The proxy thread calls it after signals have arrived and before it tells the kernels, so that kernels see the bytes that
+    /// the network has put into the window. `None` if they see them without it.
+    pub(crate) show: Option<Show>,
     /// The proxy thread calls it once for each lost peer, after it has recorded the error. Kernels learn of the loss from the
     /// peer's link.
     pub(crate) on_lost: OnLost,
@@ -41,6 +47,7 @@ pub(crate) struct Pump {
     rail: Rail,
     transport: Box<dyn Transport>,
     window: RailWindow,
+    show: Option<Show>,
     peers: Vec<Peer>,
     sent: Arc<Sent>,
     losses: Losses,
@@ -67,7 +74,7 @@ impl Pump {
     /// # Errors
     /// [`CallerError`] when the layout is not for the domains of the rail, or the window does not fit the layout.
     pub(crate) fn new(parts: ProxyParts) -> Result<Self> {
-        let ProxyParts { rail, transport, window, layout, on_lost } = parts;
+        let ProxyParts { rail, transport, window, layout, show, on_lost } = parts;
         let (expected, found) = (rail.ranks().len(), layout.domains());
         if expected != found {
             let what = "the layout of a rail window";
@@ -85,7 +92,7 @@ impl Pump {
         let peers = rail.ranks().iter().enumerate().filter(|&(domain, _)| domain != own).map(peer).collect();
         let losses = Losses::new(on_lost);
         let sent = Arc::default();
-        Ok(Self { rail, transport, window, peers, sent, losses, inbox: Vec::new(), end: None })
+        Ok(Self { rail, transport, window, show, peers, sent, losses, inbox: Vec::new(), end: None })
     }
 
     /// The CPUs near the network card of the engine.
@@ -120,6 +127,11 @@ impl Pump {
         let mut inbox = mem::take(&mut self.inbox);
         let polled = self.transport.poll(&mut |rank, signal| inbox.push((rank, signal)));
         let news = !inbox.is_empty();
+        if let (true, Some(show)) = (news, &self.show)
+            && let Err(error) = show()
+        {
+            return Err(self.lose_all(error));
+        }
         // Signals first: what a peer sent before it was gone counts.
         for (rank, signal) in inbox.drain(..) {
             self.on_signal(rank, signal)?;

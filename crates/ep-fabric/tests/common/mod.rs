@@ -12,7 +12,7 @@ use ep::conformance::{
     End, Reordering, TRANSPORT_LIMITS, TransportFailure, WindowAccess, check_transport,
     transport_window_bytes,
 };
-use ep::{Limits, MemoryKind, Rail, Rank, Result, Unconnected, Window};
+use ep::{Limits, Rail, Rank, Result, Unconnected, Window};
 use ep_fabric::Options;
 
 /// Page-aligned memory.
@@ -55,10 +55,6 @@ impl Window for Pages {
 
     fn len(&self) -> usize {
         self.layout.size()
-    }
-
-    fn kind(&self) -> MemoryKind {
-        MemoryKind::Host
     }
 }
 

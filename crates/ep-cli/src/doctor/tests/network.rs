@@ -69,7 +69,11 @@ impl FakeMachine {
 
     fn provider(mut self, name: &str, nics: &[&str]) -> Self {
         let mut all = self.providers.known().cloned().unwrap_or_default();
-        all.push(FabricProvider::new(name.to_owned(), nics.iter().map(|&nic| nic.to_owned()).collect()));
+        all.push(FabricProvider::new(
+            name.to_owned(),
+            nics.iter().map(|&nic| nic.to_owned()).collect(),
+            false,
+        ));
         self.providers = Fact::Known(all);
         self
     }

@@ -133,9 +133,6 @@ fn parts_that_do_not_fit_each_other_are_refused() {
         fn len(&self) -> usize {
             self.0.len() - 1
         }
-        fn kind(&self) -> MemoryKind {
-            MemoryKind::Host
-        }
     }
     let text = refused(&|parts| parts.window = Arc::new(Odd(Memory::new(parts.layout.bytes() + 1))));
     assert_eq!(text, "the alignment of a rail window: expected 8 bytes, found 1");

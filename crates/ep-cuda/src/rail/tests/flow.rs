@@ -295,7 +295,7 @@ fn run(seed: u64, domains: usize, epochs: u32, reorder: bool) {
             if reorder { Box::new(Reordering::new(copies, seed)) } else { copies };
         let (reports, on_lost) = reports();
         let window = Arc::clone(&memory) as Arc<dyn Window>;
-        let parts = ProxyParts { rail, transport, window, layout, on_lost };
+        let parts = ProxyParts { rail, transport, window, layout, show: None, on_lost };
         let proxy = Proxy::start(parts, LONG).unwrap();
         let kernels = Kernels { job, own, memory };
         (1..=epochs).for_each(|epoch| kernels.run(epoch));

@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Acquire, Ordering::Relea
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
-use ep::{Error, MemoryKind, Operator, Posted, Put, Rail, Rank, Result, Signal, Transport, Window};
+use ep::{Error, Operator, Posted, Put, Rail, Rank, Result, Signal, Transport, Window};
 
 use ep_rail::Segment;
 
@@ -71,10 +71,6 @@ impl Window for Memory {
 
     fn len(&self) -> usize {
         self.0.len()
-    }
-
-    fn kind(&self) -> MemoryKind {
-        MemoryKind::Host
     }
 }
 
@@ -225,7 +221,10 @@ impl Bench {
         let transport = Box::new(Scripted(Arc::clone(&script)));
         let window = Arc::clone(&memory) as Arc<dyn Window>;
         let rail = Rail::new(RANKS.to_vec(), 0).unwrap();
-        (Self { script, memory, layout, reports }, ProxyParts { rail, transport, window, layout, on_lost })
+        (
+            Self { script, memory, layout, reports },
+            ProxyParts { rail, transport, window, layout, show: None, on_lost },
+        )
     }
 
     /// With a pump, whose steps the test makes.

@@ -261,3 +261,41 @@ fn a_peer_that_is_two_epochs_ahead_is_refused() {
     let text = "rank 9 broke the protocol (join): rank 5 found a signal of epoch 4 before all of epoch 1";
     assert_eq!(bench.reports(), [(RANKS[FROM], text.to_string())]);
 }
+
+/// What the network has written is shown to the kernels after the signals have come and before the kernels are told. If that
+/// fails, nothing more is told.
+#[test]
+fn arrivals_are_shown_before_the_kernels_are_told() {
+    let (bench, mut parts) = Bench::new(LANE);
+    let log = Arc::new(Mutex::new(Vec::new()));
+    let (memory, to, end) = (Arc::clone(&bench.memory), Arc::clone(&log), bench.end(FROM, 1));
+    let progress = end + offset_of!(RailEnd, state) + offset_of!(crate::params::RailState, progress);
+    parts.show = Some(Box::new(move || {
+        let mut log = to.lock().unwrap();
+        log.push(memory.word(progress).load(Acquire) & 0xFFFF);
+        match log.len() {
+            1..3 => Ok(()),
+            _ => Err(ep::EnvironmentError::new("flushing", "it failed", "a hint").into()),
+        }
+    }));
+    let mut pump = Pump::new(parts).unwrap();
+    bench.put_plan(FROM, &plan(1));
+    // A round without news shows nothing.
+    pump.step().unwrap();
+    for signal in [plan_signal(1), part(1, 0, 0, 1), part(1, 2, 0, 1), part(1, 1, 0, 2)] {
+        bench.script.arrive(RANKS[FROM], signal);
+    }
+    pump.step().unwrap();
+    assert_eq!(bench.arrived(FROM, 1), 0, "the second chunk needs unit 2");
+    bench.script.arrive(RANKS[FROM], part(1, 0, 2, 3));
+    pump.step().unwrap();
+    assert_eq!(bench.arrived(FROM, 1), 2);
+    assert_eq!(*log.lock().unwrap(), [0, 0], "shown once for all signals of a round, before the chunks");
+    for signal in [part(1, 0, 3, 4), part(1, 1, 3, 4)] {
+        bench.script.arrive(RANKS[FROM], signal);
+    }
+    let error = pump.step().unwrap_err().to_string();
+    assert!(error.contains("flushing"), "{error}");
+    assert_eq!(bench.arrived(FROM, 1), 2);
+    assert_eq!(bench.reports().len(), 2, "both peers are lost");
+}

@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use libloading::{Library, Symbol};
 
 use crate::settings::{Offer, Settings};
+use crate::world::Copy;
 
 /// One provider of the fake. Tests run at the same time, so each test gives its provider a name of its own.
 pub struct Fake {
@@ -35,6 +36,8 @@ pub struct Report {
     pub classes: BTreeMap<u32, u64>,
     /// Attempts to deliver an immediate without a posted receive.
     pub waits: u64,
+    /// Regions in the memory of GPUs that were registered.
+    pub gpu_regions: u64,
     /// Calls that libfabric does not allow.
     pub wrong: Vec<String>,
 }
@@ -103,6 +106,24 @@ impl Fake {
         }
     }
 
+    /// Declares `len` bytes to be memory of a GPU: they must be registered as such.
+    pub fn set_gpu_memory(&self, start: usize, len: usize) {
+        // SAFETY: the function's type.
+        unsafe {
+            let call: Symbol<extern "C" fn(usize, usize)> = self.symbol("fake_set_gpu_memory");
+            call(start, len);
+        }
+    }
+
+    /// Makes this function copy all bytes, in the memory of the host and of GPUs.
+    pub fn set_copy(&self, copy: Copy) {
+        // SAFETY: the function's type.
+        unsafe {
+            let call: Symbol<extern "C" fn(Copy)> = self.symbol("fake_set_copy");
+            call(copy);
+        }
+    }
+
     /// The provider's name.
     pub fn provider(&self) -> &str {
         &self.provider
@@ -135,6 +156,7 @@ impl Fake {
                 "puts" => drop(report.puts.insert(what, number)),
                 "class" => drop(report.classes.insert(what.parse().expect("a class"), number)),
                 "waits" => report.waits = number,
+                "gpu" => report.gpu_regions = number,
                 "wrong" => report.wrong.push(what),
                 _ => panic!("{line}"),
             }

@@ -4,7 +4,7 @@ use std::ffi::{CStr, c_char, c_int, c_void};
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 
 use crate::settings::Offer;
-use crate::world::world;
+use crate::world::{Copy, world};
 use crate::{info, sys, tables};
 
 static VERSION: AtomicU32 = AtomicU32::new(sys::version(1, 17));
@@ -31,7 +31,7 @@ pub unsafe extern "C" fn fake_offer(offer: *const Offer) {
 ///
 /// The words: `open`, objects of a kind that are not closed; `endpoint`, endpoints that were ever opened on a NIC;
 /// `class`, endpoints that were ever opened with a traffic class; `puts`, puts that were posted on a NIC; `waits`,
-/// attempts to deliver an immediate without a posted receive; `wrong`, calls that libfabric does not allow.
+/// attempts to deliver an immediate without a posted receive; `gpu`, regions in the memory of GPUs that were registered; `wrong`, calls that libfabric does not allow.
 ///
 /// # Safety
 /// `provider` must be a string, and `text` have room for `len` bytes.
@@ -41,6 +41,19 @@ pub unsafe extern "C" fn fake_report(provider: *const c_char, text: *mut c_char,
     // SAFETY: guaranteed by the caller.
     unsafe { text.cast::<u8>().copy_from_nonoverlapping(report.as_ptr(), report.len().min(len)) };
     report.len()
+}
+
+/// Declares `len` bytes to be memory of a GPU: they must be registered as such.
+#[unsafe(no_mangle)]
+pub extern "C" fn fake_set_gpu_memory(start: usize, len: usize) {
+    world().set_gpu_memory(start, len);
+}
+
+/// Makes this function copy all bytes of all networks. Tests with a GPU set it, so the fake then takes any memory for that of a
+/// GPU that is registered as such.
+#[unsafe(no_mangle)]
+pub extern "C" fn fake_set_copy(copy: Copy) {
+    world().copy = Some(copy);
 }
 
 /// Sets the version that the library claims to have.

@@ -129,12 +129,18 @@ fn fits(settings: &Settings, hints: &sys::Info) -> bool {
     let (tx, ep, domain) = unsafe { (&*hints.tx_attr, &*hints.ep_attr, &*hints.domain_attr) };
     hints.caps & settings.lacks == 0
         && settings.mode & !hints.mode == 0
-        && settings.mr_mode & !domain.mr_mode == 0
+        && mr_mode(settings, Some(hints)) & !domain.mr_mode == 0
         && (settings.key_size <= 8 || settings.fail == Step::Key)
         && tx.op_flags & !settings.completes == 0
         && (settings.ignores_class || tx.tclass == 0 || tx.tclass == settings.traffic_class)
         && [0, sys::EP_RDM].contains(&ep.kind)
         && domain.cq_data_size <= settings.data_size
+}
+
+/// The demands on registered memory. Who asks for the memory of GPUs must register it (`FI_MR_HMEM`).
+fn mr_mode(settings: &Settings, hints: Option<&sys::Info>) -> c_int {
+    let asks = hints.is_some_and(|hints| hints.caps & sys::HMEM != 0);
+    settings.mr_mode | if asks { sys::MR_HMEM } else { 0 }
 }
 
 fn entry_of(provider: &str, nic: &Nic, hints: Option<&sys::Info>) -> *mut sys::Info {
@@ -158,7 +164,7 @@ fn entry_of(provider: &str, nic: &Nic, hints: Option<&sys::Info>) -> *mut sys::I
         let domain = &mut *info.domain_attr;
         domain.name = c_string(&nic.domain);
         domain.threading = sys::THREAD_DOMAIN;
-        domain.mr_mode = settings.mr_mode;
+        domain.mr_mode = mr_mode(settings, hints);
         domain.mr_key_size = settings.key_size;
         domain.cq_data_size = settings.data_size;
         domain.av_type = settings.av_type;

@@ -28,5 +28,6 @@ mod wire;
 mod world;
 
 pub use control::{Fake, Report, path};
-pub use exports::{fake_offer, fake_report, fake_set_version};
+pub use exports::{fake_offer, fake_report, fake_set_copy, fake_set_gpu_memory, fake_set_version};
 pub use settings::{Bus, Gone, Hardware, Network, Offer, Settings, Step};
+pub use world::Copy;

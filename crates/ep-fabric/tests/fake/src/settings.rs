@@ -179,6 +179,7 @@ pub enum Step {
     BindAv,
     Enable,
     MrReg,
+    MrRegAttr,
     MrBind,
     MrEnable,
     Key,

@@ -44,7 +44,12 @@ static DOMAIN: sys::DomainOps = sys::DomainOps {
     cq_open: Some(open_queue),
     endpoint: Some(open_endpoint),
 };
-static REGIONS: sys::MrOps = sys::MrOps { size: size_of::<sys::MrOps>(), reg: Some(register) };
+static REGIONS: sys::MrOps = sys::MrOps {
+    size: size_of::<sys::MrOps>(),
+    reg: Some(register),
+    regv: None,
+    regattr: Some(register_attr),
+};
 static ADDRESSES: sys::AvOps = sys::AvOps { size: size_of::<sys::AvOps>(), insert: Some(insert) };
 static QUEUE: sys::CqOps =
     sys::CqOps { size: size_of::<sys::CqOps>(), read: Some(read), readfrom: None, readerr: Some(readerr) };
@@ -142,7 +147,9 @@ unsafe extern "C" fn open_domain(
     }
     let (network, nic) = (world.objects[&fabric].network, world.objects[&fabric].nic);
     let head = sys::Domain { fid: fid(&PLAIN), ops: table(&DOMAIN), mr: table(&REGIONS) };
-    let object = Object { network, nic, domain: 0, uses: vec![fabric], kind: Kind::Domain };
+    // SAFETY: as above.
+    let gpu_memory = unsafe { (*info).caps } & sys::HMEM != 0;
+    let object = Object { network, nic, domain: 0, uses: vec![fabric], kind: Kind::Domain { gpu_memory } };
     // SAFETY: the caller's variable.
     unsafe { *result = world.add(head, object) };
     0
@@ -283,6 +290,15 @@ unsafe extern "C" fn enable_endpoint(endpoint: *mut sys::Fid, command: c_int, _:
     }
 }
 
+/// The memory of a region.
+struct Memory {
+    start: usize,
+    len: usize,
+    access: u64,
+    key: u64,
+    of_gpu: bool,
+}
+
 #[allow(clippy::too_many_arguments)] // as in C
 unsafe extern "C" fn register(
     domain: *mut sys::Fid,
@@ -290,16 +306,62 @@ unsafe extern "C" fn register(
     len: usize,
     access: u64,
     offset: u64,
-    asked: u64,
+    key: u64,
     flags: u64,
     result: *mut *mut sys::Mr,
     _: *mut c_void,
 ) -> c_int {
+    if buffer.is_null() || len == 0 || offset != 0 || flags != 0 {
+        return EINVAL;
+    }
+    let memory = Memory { start: buffer.expose_provenance(), len, access, key, of_gpu: false };
+    // SAFETY: the caller's variable.
+    unsafe { add_region(Step::MrReg, domain, &memory, result) }
+}
+
+unsafe extern "C" fn register_attr(
+    domain: *mut sys::Fid,
+    attributes: *const sys::MrAttr,
+    flags: u64,
+    result: *mut *mut sys::Mr,
+) -> c_int {
+    // SAFETY: the caller's structure.
+    let attributes = unsafe { &*attributes };
+    let &sys::MrAttr { mr_iov, iov_count, access, offset, requested_key: key, iface, .. } = attributes;
+    if iov_count != 1 || offset != 0 || flags != 0 || iface != sys::HMEM_CUDA {
+        return EINVAL;
+    }
+    // SAFETY: as many as the structure says.
+    let part = unsafe { &*mr_iov };
+    if part.base.is_null() || part.len == 0 {
+        return EINVAL;
+    }
+    // SAFETY: any bits are a number.
+    if unsafe { attributes.device.cuda } < 0 {
+        return EINVAL;
+    }
+    let memory = Memory { start: part.base.addr(), len: part.len, access, key, of_gpu: true };
+    // SAFETY: the caller's variable.
+    unsafe { add_region(Step::MrRegAttr, domain, &memory, result) }
+}
+
+/// Registers memory.
+///
+/// # Safety
+/// `result` must be the caller's variable.
+unsafe fn add_region(step: Step, domain: *mut sys::Fid, memory: &Memory, result: *mut *mut sys::Mr) -> c_int {
     let domain = domain.cast::<sys::Domain>();
+    let &Memory { start, len, access, key: asked, of_gpu } = memory;
     let (settings, key, number) = {
         let mut world = world();
         let Some(settings) = world.called("fi_mr_reg", id(domain)) else { return EINVAL };
-        if buffer.is_null() || len == 0 || offset != 0 || flags != 0 {
+        if world.copy.is_none() && world.is_of_gpu(start, len) != of_gpu {
+            world.wrong(id(domain), "memory of a GPU registered as host memory, or the reverse");
+            return EINVAL;
+        }
+        let takes = matches!(world.objects[&id(domain)].kind, Kind::Domain { gpu_memory: true });
+        if of_gpu && !takes {
+            world.wrong(id(domain), "memory of a GPU registered without FI_HMEM");
             return EINVAL;
         }
         let bits = 8 * settings.key_size.min(8) as u32;
@@ -323,7 +385,7 @@ unsafe extern "C" fn register(
         (settings, key, world.number())
     };
     let late = settings.mr_mode & sys::MR_ENDPOINT != 0;
-    let local = settings.mr_mode & sys::MR_LOCAL != 0;
+    let local = of_gpu || settings.mr_mode & sys::MR_LOCAL != 0;
     // Descriptors are not addresses: only the fake reads them.
     let descriptor = if local { 0x1000 + number as usize * 8 } else { 0 };
     let unusable = late || settings.fail == Step::Key;
@@ -332,10 +394,12 @@ unsafe extern "C" fn register(
         desc: ptr::without_provenance_mut(descriptor),
         key: if unusable { sys::KEY_NOTAVAIL } else { key },
     };
-    let start = buffer.expose_provenance();
+    if of_gpu && let Some((network, _)) = world().of(id(domain)) {
+        network.gpu_regions += 1;
+    }
     let region = Region { start, len, access, key, descriptor, bound: None, enabled: !late };
     // SAFETY: the caller's variable.
-    unsafe { open(Step::MrReg, domain, result, head, Kind::Region(region)) }.err().unwrap_or(0)
+    unsafe { open(step, domain, result, head, Kind::Region(region)) }.err().unwrap_or(0)
 }
 
 unsafe extern "C" fn bind_region(region: *mut sys::Fid, to: *mut sys::Fid, flags: u64) -> c_int {

@@ -117,7 +117,8 @@ pub(crate) fn post_put(world: &mut World, endpoint: Id, settings: &Settings, pos
     } else if known.is_none() {
         Some("a put to an address that is not in the vector".into())
     } else {
-        let local = settings.mr_mode & sys::MR_LOCAL != 0 && post.len > 0;
+        let of_gpu = world.is_of_gpu(post.source, post.len);
+        let local = (of_gpu || settings.mr_mode & sys::MR_LOCAL != 0) && post.len > 0;
         let fits = |object: &Object| match &object.kind {
             Kind::Region(region) => {
                 object.domain == domain
@@ -214,6 +215,18 @@ fn target(world: &World, receiver: Id, settings: &Settings, post: &Post) -> Resu
     inside.map(|offset| region.start + offset).ok_or_else(|| Some("a put outside its region".into()))
 }
 
+/// Copies bytes, which may be in the memory of a GPU.
+///
+/// # Safety
+/// Both ranges must be memory that their owners lend to the fake.
+unsafe fn copy(world: &World, to: *mut u8, from: *const u8, len: usize) {
+    match world.copy {
+        Some(copy) => copy(to.cast(), from.cast(), len),
+        // SAFETY: guaranteed by the caller.
+        None => unsafe { to.copy_from(from, len) },
+    }
+}
+
 /// Moves one put on: a part of its bytes, or its immediate. Returns it while it is not complete.
 fn advance(world: &mut World, mut flight: Flight, settings: &Settings) -> Option<Flight> {
     if flight.fails {
@@ -226,7 +239,7 @@ fn advance(world: &mut World, mut flight: Flight, settings: &Settings) -> Option
             let (start, mut bytes) = (flight.post.source, vec![0; flight.post.len]);
             let start = ptr::with_exposed_provenance::<u8>(start);
             // SAFETY: the caller of libfabric keeps the source until the put is complete.
-            unsafe { bytes.as_mut_ptr().copy_from_nonoverlapping(start, bytes.len()) };
+            unsafe { copy(world, bytes.as_mut_ptr(), start, bytes.len()) };
             flight.bytes = Some(bytes);
             // The bytes have left: the put is complete, and arrives even if its sender closes.
             if world.numbered(flight.pair.1).is_some() {
@@ -258,7 +271,7 @@ fn advance(world: &mut World, mut flight: Flight, settings: &Settings) -> Option
         let destination = ptr::with_exposed_provenance_mut::<u8>(start + at);
         // SAFETY: both ranges are inside registered memory, or inside of the copy; the callers of libfabric keep
         // registered memory until they close the region.
-        unsafe { destination.copy_from(source, len) };
+        unsafe { copy(world, destination, source, len) };
         if !flight.parts.is_empty() {
             return Some(flight);
         }

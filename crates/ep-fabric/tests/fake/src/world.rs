@@ -4,6 +4,7 @@ use std::any::Any;
 use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 use std::ffi::{c_int, c_void};
 use std::fmt::Write as _;
+use std::ops::Range;
 use std::ptr;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -72,6 +73,8 @@ pub(crate) struct Network {
     /// Endpoints that were opened, by NIC and by traffic class.
     endpoints: BTreeMap<String, usize>,
     classes: BTreeMap<u32, usize>,
+    /// Regions in the memory of GPUs that were registered.
+    pub(crate) gpu_regions: u64,
     /// Keys of regions that are closed, by domain.
     pub(crate) closed_keys: HashSet<(Id, u64)>,
     wrong: Vec<String>,
@@ -140,7 +143,10 @@ pub(crate) struct Region {
 
 pub(crate) enum Kind {
     Fabric,
-    Domain,
+    /// Whether it was opened for the memory of GPUs, too.
+    Domain {
+        gpu_memory: bool,
+    },
     Queue(Queue),
     /// The numbers of endpoints, by address in the vector.
     Addresses(HashMap<sys::Address, u64>),
@@ -152,7 +158,7 @@ impl Kind {
     fn name(&self) -> &'static str {
         match self {
             Self::Fabric => "fabric",
-            Self::Domain => "domain",
+            Self::Domain { .. } => "domain",
             Self::Queue(_) => "queue",
             Self::Addresses(_) => "addresses",
             Self::Endpoint(_) => "endpoint",
@@ -188,10 +194,27 @@ pub(crate) struct World {
     /// Domains with a call that has not returned.
     calls: HashSet<Id>,
     heads: Vec<Head>,
+    /// What tests declare to be memory of GPUs.
+    gpu_memory: Vec<Range<usize>>,
+    /// Copies all bytes, and knows which memory is that of a GPU, so the fake does not check it.
+    pub(crate) copy: Option<Copy>,
     numbers: u64,
 }
 
+/// Copies bytes that a processor may not access: destination, source, length.
+pub type Copy = extern "C" fn(*mut c_void, *const c_void, usize);
+
 impl World {
+    /// Declares `len` bytes to be memory of a GPU.
+    pub(crate) fn set_gpu_memory(&mut self, start: usize, len: usize) {
+        self.gpu_memory.push(start..start + len);
+    }
+
+    /// Whether a range has memory of a GPU.
+    pub(crate) fn is_of_gpu(&self, start: usize, len: usize) -> bool {
+        self.gpu_memory.iter().any(|range| start < range.end && range.start < start + len)
+    }
+
     pub(crate) fn offer(&mut self, provider: &str, domain: String, node: String, settings: Settings) {
         let nic = Nic { domain, node, settings };
         let found = self.networks.iter().position(|network| network.name == provider);
@@ -225,6 +248,7 @@ impl World {
         network.classes.iter().for_each(|(class, count)| line("class", *count as u64, &class.to_string()));
         network.puts_by_nic.iter().for_each(|(nic, count)| line("puts", *count, nic));
         line("waits", network.waits, "");
+        line("gpu", network.gpu_regions, "");
         network.wrong.iter().for_each(|wrong| line("wrong", 1, wrong));
         text
     }
@@ -300,7 +324,7 @@ impl World {
         self.heads.push(Head(head));
         let id = address.addr();
         let object = match object.kind {
-            Kind::Domain => Object { domain: id, ..object },
+            Kind::Domain { .. } => Object { domain: id, ..object },
             _ => object,
         };
         if let Kind::Endpoint(_) = &object.kind {
