@@ -65,7 +65,7 @@ pathlib.Path("groups.json").write_text(json.dumps({"layout": {"ep_groups": [[[0]
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 """,
         """
-assert (buffer.rank, dist.get_world_size(same_experts), dist.get_world_size(stage_ranks)) == (0, 1, 1)
+assert (buffer.rank, dist.get_world_size(same_experts), dist.get_world_size(stage_group)) == (0, 1, 1)
 assert part_of_the_model.weight.grad is not None
 buffer.close()
 dist.destroy_process_group()

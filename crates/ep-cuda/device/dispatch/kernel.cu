@@ -62,9 +62,9 @@ __device__ inline PlanHead rows_plan(const DispatchParams& p, u32 domain) {
     u64 end = 0;
     head.rows = begin.rows[h.chunks];
     head.copies = begin.copies[h.chunks];
-    head.sections[0] = place_section(end, head.rows, p.row_bytes_out, RAIL_PER_ROW);
-    head.sections[1] = place_section(end, head.rows, p.scale_row_bytes, RAIL_PER_ROW);
-    head.sections[2] = place_section(end, head.copies, p.probs == PROBS_SKIP ? 0 : sizeof(float), RAIL_PER_COPY);
+    head.sections[SECTION_ROWS] = place_section(end, head.rows, p.row_bytes_out, RAIL_PER_ROW);
+    head.sections[SECTION_SCALES] = place_section(end, head.rows, p.scale_row_bytes, RAIL_PER_ROW);
+    head.sections[SECTION_WEIGHTS] = place_section(end, head.copies, p.probs == PROBS_SKIP ? 0 : sizeof(float), RAIL_PER_COPY);
     head.units = div_up(h.chunks, span_of(h.chunks));
     head.flags_per_unit = p.groups;
     return head;

@@ -12,6 +12,9 @@
 #include "rails.cuh"
 #include "feed.cuh"
 
+// The sections of what dispatch sends along a rail.
+enum : u32 { SECTION_ROWS = 0, SECTION_SCALES = 1, SECTION_WEIGHTS = 2 };
+
 // The work items of the send and forward roles: `span` chunks of this rank's tokens or of a foreign set, for one group of pieces.
 struct SendItems {
     using Entry = Send;
