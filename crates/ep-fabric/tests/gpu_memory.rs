@@ -31,6 +31,8 @@ impl TwoParts {
     fn new(fake: &Fake, gpu_bytes: usize) -> Arc<Self> {
         let parts = Self { host: Pages::new(HOST), gpu: Pages::new(gpu_bytes) };
         fake.set_gpu_memory(parts.gpu.start().as_ptr().expose_provenance(), gpu_bytes);
+        // Never freed: the fake would take what another test allocates there for memory of a GPU.
+        std::mem::forget(Arc::clone(&parts.gpu));
         Arc::new(parts)
     }
 }

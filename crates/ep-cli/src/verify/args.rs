@@ -30,6 +30,9 @@ pub(crate) struct VerifyArgs {
     /// on GPUs or for an odd number of ranks]
     #[arg(long, value_name = "MAX", value_parser = count(ANY))]
     pub(crate) domains: Option<usize>,
+    /// Leave out cases with fewer NVLink domains; on several machines, each of which has whole domains, their number
+    #[arg(long, value_name = "MIN", default_value_t = 1, value_parser = count(ANY), conflicts_with = "soak")]
+    pub(crate) least_domains: usize,
     /// Run the ranks as processes instead of threads; under torchrun or SLURM, this process is one rank
     #[arg(long)]
     pub(crate) processes: bool,

@@ -30,8 +30,12 @@ pub(super) struct Selection {
     random: Range<u64>,
     most_ranks: usize,
     most_domains: usize,
-    /// If set, run only cases with this number of ranks; the second number counts the random cases among them.
-    only: Option<(usize, usize)>,
+    /// If set, run only cases with this number of ranks.
+    only_ranks: Option<usize>,
+    /// Run only cases with at least this number of domains.
+    least_domains: usize,
+    /// Number of random cases that are run.
+    random_cases: usize,
     left_out: LeftOut,
     /// The options, besides the seed, that determine a random case.
     limits: String,
@@ -49,6 +53,10 @@ struct LeftOut {
     of_many_ranks: usize,
     /// Number of cases with several domains, if the ranks can have only one.
     of_many_domains: usize,
+    /// Minimum number of domains of a case that is run.
+    domains: usize,
+    /// Number of cases with fewer domains.
+    of_few_domains: usize,
 }
 
 /// A case with the number that `--case` takes.
@@ -98,48 +106,61 @@ impl Selection {
             }
         };
         // The remaining cases keep their numbers in the whole suite.
-        let left_out = leave_out(&mut fixed, args.ranks.unwrap_or(usize::MAX), one_domain);
+        let left_out =
+            leave_out(&mut fixed, args.ranks.unwrap_or(usize::MAX), one_domain, args.least_domains);
         if let (Some(number), true, true) = (args.case, fixed.is_empty(), random.is_empty()) {
             return Err(Failure::request(format!(
                 "--case {number}: this case is left out: it has {left_out}"
             )));
         }
-        Ok(Self {
+        let mut selection = Self {
             seed,
             backend,
             fixed,
             random,
             most_ranks,
             most_domains,
-            only: None,
+            only_ranks: None,
+            least_domains: args.least_domains,
+            random_cases: 0,
             left_out,
             limits: limits(args.ranks, args.domains.or(one_domain.then_some(most_domains))),
             processes: args.processes,
             program: program.to_owned(),
-        })
+        };
+        selection.random_cases = selection.count_random_cases();
+        Ok(selection)
     }
 
     /// Keeps only the cases with this number of ranks.
     pub(super) fn retain(&mut self, ranks: usize) {
         self.fixed.retain(|case| case.case.ranks == ranks);
-        let of_ranks = self.random.clone().filter(|&number| self.random_case(number).case.ranks == ranks);
-        self.only = Some((ranks, of_ranks.count()));
+        self.only_ranks = Some(ranks);
+        self.random_cases = self.count_random_cases();
+    }
+
+    fn count_random_cases(&self) -> usize {
+        match (self.only_ranks, self.least_domains) {
+            (None, ..=1) => (self.random.end - self.random.start) as usize,
+            _ => self.random.clone().filter(|&number| self.runs(&self.random_case(number).case)).count(),
+        }
+    }
+
+    /// Whether a random case, or a fixed one that was not left out, is run.
+    fn runs(&self, case: &Case) -> bool {
+        self.only_ranks.is_none_or(|ranks| case.ranks == ranks) && case.domains >= self.least_domains
     }
 
     /// Number of cases.
     pub(super) fn len(&self) -> usize {
-        self.fixed.len() + self.random_cases()
-    }
-
-    fn random_cases(&self) -> usize {
-        self.only.map_or((self.random.end - self.random.start) as usize, |(_, random)| random)
+        self.fixed.len() + self.random_cases
     }
 
     /// All selected cases. Random cases are drawn as the iterator reaches them.
     pub(super) fn cases(&self) -> impl Iterator<Item = Cow<'_, NumberedCase>> + Send {
         let random = self.random.clone().map(|number| Cow::Owned(self.random_case(number)));
         let all = self.fixed.iter().map(Cow::Borrowed).chain(random);
-        all.filter(|case| self.only.is_none_or(|(ranks, _)| case.case.ranks == ranks))
+        all.filter(|case| self.runs(&case.case))
     }
 
     fn random_case(&self, number: u64) -> NumberedCase {
@@ -160,7 +181,7 @@ impl Selection {
 
     /// The numbers of fixed and random cases, and the seed, in words.
     pub(super) fn counts(&self) -> String {
-        let (suite, random) = (self.fixed.len(), self.random_cases());
+        let (suite, random) = (self.fixed.len(), self.random_cases);
         let left_out = match self.left_out.count() {
             0 => String::new(),
             count => format!(" ({count} left out: {})", self.left_out),
@@ -179,6 +200,7 @@ impl Selection {
             .with("--cases", args.cases)
             .with("--ranks", self.most_ranks)
             .with("--domains", self.most_domains)
+            .with("--least-domains", self.least_domains)
     }
 
     /// The world sizes of the selected cases, ascending.
@@ -191,9 +213,11 @@ impl Selection {
             if missing.is_empty() {
                 break;
             }
-            let ranks = self.random_case(number).case.ranks;
-            missing.remove(&ranks);
-            sizes.insert(ranks);
+            let case = self.random_case(number).case;
+            if self.runs(&case) {
+                missing.remove(&case.ranks);
+                sizes.insert(case.ranks);
+            }
         }
         sizes.into_iter().collect()
     }
@@ -201,7 +225,7 @@ impl Selection {
 
 impl LeftOut {
     fn count(&self) -> usize {
-        self.of_many_ranks + self.of_many_domains
+        self.of_many_ranks + self.of_many_domains + self.of_few_domains
     }
 }
 
@@ -209,7 +233,12 @@ impl fmt::Display for LeftOut {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let many_ranks = format!("more than {} ranks", self.ranks);
         let many_domains = "several domains, for which processes on GPUs need --transport shm or tcp";
-        let reasons = [(self.of_many_ranks, many_ranks.as_str()), (self.of_many_domains, many_domains)];
+        let few_domains = format!("fewer than {} domains", self.domains);
+        let reasons = [
+            (self.of_many_ranks, many_ranks.as_str()),
+            (self.of_many_domains, many_domains),
+            (self.of_few_domains, &few_domains),
+        ];
         let mut separator = "";
         for (_, reason) in reasons.iter().filter(|(count, _)| *count > 0) {
             write!(f, "{separator}{reason}")?;
@@ -219,16 +248,17 @@ impl fmt::Display for LeftOut {
     }
 }
 
-/// Removes the fixed cases with too many ranks, and with `one_domain` those with several domains. Random cases are drawn
-/// within the limits.
-fn leave_out(cases: &mut Vec<NumberedCase>, ranks: usize, one_domain: bool) -> LeftOut {
-    let mut left_out = LeftOut { ranks, ..LeftOut::default() };
+/// Removes the fixed cases with too many ranks or too few domains, and with `one_domain` those with several domains.
+fn leave_out(cases: &mut Vec<NumberedCase>, ranks: usize, one_domain: bool, least_domains: usize) -> LeftOut {
+    let mut left_out = LeftOut { ranks, domains: least_domains, ..LeftOut::default() };
     cases.retain(|case| {
         let many_ranks = case.case.ranks > ranks;
         let many_domains = !many_ranks && one_domain && case.case.domains > 1;
         left_out.of_many_ranks += usize::from(many_ranks);
+        let few_domains = !many_ranks && !many_domains && case.case.domains < least_domains;
         left_out.of_many_domains += usize::from(many_domains);
-        !many_ranks && !many_domains
+        left_out.of_few_domains += usize::from(few_domains);
+        !many_ranks && !many_domains && !few_domains
     });
     left_out
 }
@@ -265,7 +295,8 @@ pub(super) fn backend(args: &VerifyArgs) -> Result<BackendKind, Failure> {
 
 /// Refuses numbers of ranks and domains that must be typing errors.
 pub(super) fn check_limits(args: &VerifyArgs) -> Result<(), Failure> {
-    for (option, value) in [("--ranks", args.ranks), ("--domains", args.domains)] {
+    let least = ("--least-domains", Some(args.least_domains));
+    for (option, value) in [("--ranks", args.ranks), ("--domains", args.domains), least] {
         if let Some(value) = value.filter(|value| !(1..=MAX_RANKS).contains(value)) {
             return Err(Failure::request(format!("{option} {value}: must be from 1 to {MAX_RANKS}")));
         }
@@ -364,6 +395,22 @@ mod tests {
         let last = processes.cases().last().unwrap();
         assert!(processes.replay(&last).contains("--domains 1"), "{}", processes.replay(&last));
         assert!(several(&resolve("--processes", "tcp")) > 20);
+    }
+
+    #[test]
+    fn cases_of_few_domains_can_be_left_out() {
+        let all = resolve("--cases 60 --seed 5").unwrap();
+        let several = resolve("--cases 60 --seed 5 --least-domains 2").unwrap();
+        let of_several = || all.cases().filter(|case| case.case.domains >= 2).map(|case| case.case.clone());
+        let found: Vec<Case> = several.cases().map(|case| case.case.clone()).collect();
+        assert_eq!(found, of_several().collect::<Vec<_>>());
+        assert_eq!(several.len(), found.len());
+        assert!(several.len() < all.len() && several.counts().contains("fewer than 2 domains"));
+        let mut of_ranks = resolve("--cases 60 --seed 5 --least-domains 2").unwrap();
+        of_ranks.retain(4);
+        assert_eq!(of_ranks.len(), of_several().filter(|case| case.ranks == 4).count());
+        assert!(several.world_sizes().iter().all(|&ranks| ranks > 1));
+        assert!(resolve("--least-domains 0").is_err());
     }
 
     #[test]
