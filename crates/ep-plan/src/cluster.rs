@@ -90,8 +90,8 @@ impl LevelDescription {
         self.reached_of(self.bandwidth_gbit_per_s)
     }
 
-    /// The rate that transfers reach on a link with this bandwidth.
-    fn reached_of(&self, bandwidth_gbit_per_s: f64) -> BytesPerSecond {
+    /// The rate that transfers reach on a link with this bandwidth, Gbit/s, at this level.
+    pub fn reached_of(&self, bandwidth_gbit_per_s: f64) -> BytesPerSecond {
         let link = BytesPerSecond::from_gbit_per_s(bandwidth_gbit_per_s) * self.efficiency;
         flow_rate(self.round_trip_s, self.loss).map_or(link, |flow| link.min(flow * self.flows as f64))
     }

@@ -28,7 +28,7 @@ use serde::Serialize;
 pub(crate) use self::args::PlanArgs;
 use self::args::StrategyChoice;
 use self::runnable::{not_runnable, restrict_to_runtime, runnable_on, too_many_ranks};
-use self::software::Runtime;
+use self::software::Instead;
 use self::steps::Shown;
 use self::sweep::{Request, Sweep};
 use self::upgrades::{Upgrade, upgrades};
@@ -244,7 +244,7 @@ fn solve(wanted: &Wanted<'_>, problem: &Problem) -> Result<(Option<Shown>, Plan)
     };
     let head = if args.runnable { &plan.prices[index] } else { plan.best() };
     let exact = exact_domains(problem, head);
-    let without_gathers = without_gathers(problem, head);
+    let instead = Instead::of(head, problem);
     let shown = Shown {
         plan,
         index,
@@ -253,7 +253,7 @@ fn solve(wanted: &Wanted<'_>, problem: &Problem) -> Result<(Option<Shown>, Plan)
         one_site_refused,
         roomy,
         exact,
-        without_gathers,
+        instead,
         unrestricted,
         runnable: args.runnable,
     };
@@ -289,14 +289,6 @@ fn exact_domains(problem: &Problem, best: &StepPrice) -> Option<StepPrice> {
         options.dense_gradient_compression = None;
     })?;
     plan.price(Strategy::ExpertDomains).filter(|price| price.fit == best.fit).cloned()
-}
-
-/// The best plan that gathers no experts. `None` unless `best` gathers some and the runtime cannot run it.
-fn without_gathers(problem: &Problem, best: &StepPrice) -> Option<StepPrice> {
-    if best.candidate.expert_domain_size() == 1 || Runtime::of(best, problem).is_some() {
-        return None;
-    }
-    Some(plan_with(problem, |options| options.memory_cap_gb = Some(0.0))?.best().clone())
 }
 
 /// The fastest expert domains if no memory is kept free. `None` unless memory decides: the expert domains of `plan` move no

@@ -1,7 +1,9 @@
 //! The software that can run a layout.
 
+use ep_plan::planner::Options;
 use ep_plan::step::StepPrice;
 
+use super::plan_with;
 use super::steps::described;
 use super::words::relation;
 use crate::planner::problem::Problem;
@@ -17,11 +19,10 @@ pub(super) enum Runtime {
 }
 
 impl Runtime {
-    /// `None` if no part of this project can: the layout has tensor parallelism or copies of experts inside an EP group, or it
-    /// gathers experts in a way that `ExpertMigration` does not.
+    /// `None` if no part of this project can: the layout has tensor parallelism or copies of experts, or it gathers experts in a
+    /// way that `ExpertMigration` does not.
     pub(super) fn of(price: &StepPrice, problem: &Problem) -> Option<Self> {
-        let layout = &price.layout;
-        if layout.tensor_parallel > 1 || !problem.model.experts.is_multiple_of(layout.group_gpus()) {
+        if price.layout.tensor_parallel > 1 || has_copies(price, problem) {
             return None;
         }
         let one_group = groups_of_a_stage(price) == 1;
@@ -33,6 +34,11 @@ impl Runtime {
     }
 }
 
+/// Whether some experts of an EP group are on several of its GPUs.
+fn has_copies(price: &StepPrice, problem: &Problem) -> bool {
+    !problem.model.experts.is_multiple_of(price.layout.group_gpus())
+}
+
 fn groups_of_a_stage(price: &StepPrice) -> usize {
     price.layout.copies().into_iter().product()
 }
@@ -42,9 +48,52 @@ pub(super) fn dispatch_ranks(price: &StepPrice) -> usize {
     price.layout.group_gpus() / price.candidate.expert_domain_size().max(1)
 }
 
-/// What runs the plan that the report recommends, one sentence per line. `without_gathers`: the best plan that gathers no
-/// experts, if there is another one.
-pub(super) fn lines(best: &StepPrice, problem: &Problem, without_gathers: Option<&StepPrice>) -> Vec<String> {
+/// A plan that a part of this project can run, in place of one that none can.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct Instead {
+    /// The options that ask for it.
+    options: String,
+    price: StepPrice,
+}
+
+impl Instead {
+    /// The plan without the copies or the gathers that keep `best` from being run. `None` if these are not the reason, or if there
+    /// is no such plan.
+    pub(super) fn of(best: &StepPrice, problem: &Problem) -> Option<Self> {
+        if Runtime::of(best, problem).is_some() {
+            return None;
+        }
+        let planned = |change: &dyn Fn(&mut Options)| Some(plan_with(problem, change)?.best().clone());
+        if has_copies(best, problem) {
+            let experts = problem.model.experts;
+            let mut sizes = (1..best.layout.group_gpus()).rev().filter(|&gpus| experts.is_multiple_of(gpus));
+            return sizes.find_map(|gpus| {
+                let price = planned(&|options| options.expert_parallel = Some(gpus))?;
+                Some(Self { options: format!("--set expert_parallel={gpus}"), price })
+            });
+        }
+        if best.candidate.expert_domain_size() > 1 {
+            let price = planned(&|options| options.memory_cap_gb = Some(0.0))?;
+            return Some(Self { options: "--set memory_cap=0GB".into(), price });
+        }
+        None
+    }
+
+    /// A sentence about the plan, which has none of these things.
+    fn without(&self, what: &str, best: &StepPrice) -> String {
+        let tight = if self.price.fit > best.fit { " (tight on memory)" } else { "" };
+        format!(
+            " With `{}` the plan {what}: {}, {} a step, {}{tight}.",
+            self.options,
+            described(&self.price),
+            self.price.step_time,
+            relation(best.step_time / self.price.step_time)
+        )
+    }
+}
+
+/// What runs the plan that the report recommends, one sentence per line. `instead`: a plan that can be run, if this one cannot.
+pub(super) fn lines(best: &StepPrice, problem: &Problem, instead: Option<&Instead>) -> Vec<String> {
     let mut lines: Vec<String> = between_machines(best, problem).into_iter().collect();
     let among = dispatch_ranks(best);
     if among > ep_cuda::MAX_RANKS {
@@ -52,6 +101,15 @@ pub(super) fn lines(best: &StepPrice, problem: &Problem, without_gathers: Option
             "hybrid-ep itself cannot run this layout: tokens move among {among} GPUs, and its GPU operators support at most \
              {}. `--set expert_parallel=N` plans for groups of N.",
             ep_cuda::MAX_RANKS
+        ));
+        return lines;
+    }
+    if has_copies(best, problem) {
+        let (gpus, experts) = (best.layout.group_gpus(), problem.model.experts);
+        lines.push(format!(
+            "hybrid-ep itself cannot run this layout: the {gpus} GPUs of an EP group do not divide the {experts} experts, so some \
+             experts have copies.{}",
+            instead.map_or(String::new(), |instead| instead.without("has no copies", best))
         ));
         return lines;
     }
@@ -75,14 +133,7 @@ pub(super) fn lines(best: &StepPrice, problem: &Problem, without_gathers: Option
         gathers if Runtime::of(best, problem).is_none() => lines.push(format!(
             "This plan also gathers experts among {gathers} GPUs of an EP group. hybrid-ep does that in `ExpertMigration` only, \
              so the program must do it itself.{}",
-            without_gathers.map_or(String::new(), |without| {
-                format!(
-                    " With `--set memory_cap=0GB` the plan gathers none: {}, {} a step, {}.",
-                    described(without),
-                    without.step_time,
-                    relation(best.step_time / without.step_time)
-                )
-            })
+            instead.map_or(String::new(), |instead| instead.without("gathers none", best))
         )),
         _ => lines.extend(gathers_inside(best, problem)),
     }
@@ -122,8 +173,8 @@ fn between_machines(price: &StepPrice, problem: &Problem) -> Option<String> {
         crossed.filter_map(|level| problem.cluster.levels.get(level)).map(|level| &*level.name).collect();
     (!names.is_empty()).then(|| {
         format!(
-            "Inside an EP group, tokens cross {} {}. Between machines hybrid-ep sends over TCP, and it was never measured on a \
-             network card.",
+            "Inside an EP group, tokens cross {} {}. Between machines hybrid-ep sends over libfabric, which was run over TCP only, \
+             never on a network card.",
             if names.len() == 1 { "level" } else { "levels" },
             names.join(" and ")
         )

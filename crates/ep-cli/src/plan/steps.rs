@@ -5,7 +5,7 @@ use std::fmt::Write as _;
 use ep_plan::planner::Options;
 use ep_plan::step::{Bottleneck, Fewer, Fit, StepParts, StepPlan, StepPrice, Strategy};
 
-use super::software::{self, Runtime};
+use super::software::{self, Instead, Runtime};
 use super::upgrades::Upgrade;
 use super::words::{relation, times};
 use crate::common::units;
@@ -28,8 +28,8 @@ pub(super) struct Shown {
     pub(super) roomy: Option<StepPrice>,
     /// The fastest expert domains without lossy compression, if the plan of [`head`](Self::head) is lossy expert domains.
     pub(super) exact: Option<StepPrice>,
-    /// The best plan that gathers no experts, if that of [`head`](Self::head) gathers some and the runtime cannot run it.
-    pub(super) without_gathers: Option<StepPrice>,
+    /// A plan that this project can run, if it cannot run that of [`head`](Self::head).
+    pub(super) instead: Option<Instead>,
     /// With `--runnable`, the best plan without this option.
     pub(super) unrestricted: Option<StepPrice>,
     /// Whether `--runnable` chose the strategy.
@@ -148,7 +148,7 @@ pub(super) fn answer(shown: &Shown, problem: &Problem) -> Vec<String> {
     lines.push(parts(best));
     lines.extend(bottleneck(best, problem));
     lines.extend(synchronisation(best));
-    lines.extend(software::lines(best, problem, shown.without_gathers.as_ref()));
+    lines.extend(software::lines(best, problem, shown.instead.as_ref()));
     if best.fit == Fit::Tight && options.reserved_memory > 0.0 {
         lines.push(format!(
             "No layout leaves {:.0} % of a GPU's memory free (`reserved_memory`). This one holds the parameters, but \
@@ -309,8 +309,9 @@ fn synchronisation(price: &StepPrice) -> Option<String> {
 fn memory_decides(shown: &Shown, best: &StepPrice) -> String {
     shown.roomy.as_ref().map_or_else(String::new, |roomy| {
         format!(
-            " Memory decides: with `reserved_memory` 0, {} would fit, {}.",
+            " With `reserved_memory` 0, {} in EP groups of {} would fit; they are {}.",
             described(roomy),
+            units::counted(roomy.layout.group_gpus(), "GPU"),
             relation(best.step_time / roomy.step_time)
         )
     })
@@ -384,6 +385,9 @@ fn bottleneck(price: &StepPrice, problem: &Problem) -> Option<String> {
     let link = *links.first()?;
     let level = problem.cluster.levels.get(link.level)?;
     let missing = |link: &Bottleneck| link.time / price.stage_time;
+    // With loss, connections have a rate that the bandwidth does not change.
+    let limited =
+        |rate: f64, more: f64| level.reached_of(rate * more).0 < 0.99 * more * level.reached_of(rate).0;
     let rates = &level.site_bandwidth_gbit_per_s;
     let waits = |which: String| {
         format!(
@@ -392,6 +396,19 @@ fn bottleneck(price: &StepPrice, problem: &Problem) -> Option<String> {
         )
     };
     let enough = |rate: f64, link: &Bottleneck| units::at_least_gbit_per_s(missing(link) * rate);
+    let slowest = rates.get(link.site).copied().unwrap_or(level.bandwidth_gbit_per_s);
+    if limited(slowest, missing(&link)) {
+        let which = match rates.is_empty() {
+            true => "its busiest link sends".to_owned(),
+            false => format!("the link of datacenter {} sends or receives", link.site + 1),
+        };
+        return Some(format!(
+            "{} Loss limits each connection (`loss`, `flows`), so more bandwidth alone does not help: they would not wait with {} as \
+             many connections, if the bandwidth suffices.",
+            waits(which),
+            times(missing(&link))
+        ));
+    }
     if rates.is_empty() {
         let waits = waits("its busiest link sends".into());
         let (more, enough) = (times(missing(&link)), enough(level.bandwidth_gbit_per_s, &link));

@@ -2,7 +2,7 @@
 
 use std::fmt::Write as _;
 
-use ep_plan::step::Strategy;
+use ep_plan::step::{Fit, StepPrice, Strategy};
 use ep_plan::units::Seconds;
 use serde::Serialize;
 
@@ -196,14 +196,21 @@ impl Request {
 
 fn outcome(problem: &Problem) -> Result<PointPlan, String> {
     let said = |error: ep_plan::PlanError| error.to_string();
+    // A plan that leaves memory free replaces a faster one that does not, so a time may grow with the memory.
+    let tight = |price: &StepPrice| if price.fit == Fit::Fits { "" } else { " (tight)" };
     if let Some(planner) = problem.step_planner().map_err(said)? {
         let plan = planner.plan().map_err(said)?;
         let best = plan.best();
         let choice = match best.strategy {
             Strategy::ExpertDomains => {
-                format!("{} {}", steps::name(best.strategy), sizes(&best.candidate.domain_sizes))
+                format!(
+                    "{} {}{}",
+                    steps::name(best.strategy),
+                    sizes(&best.candidate.domain_sizes),
+                    tight(best)
+                )
             }
-            other => steps::name(other).to_owned(),
+            other => format!("{}{}", steps::name(other), tight(best)),
         };
         let others = Strategy::ALL
             .into_iter()

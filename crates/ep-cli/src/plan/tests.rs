@@ -105,8 +105,7 @@ fn the_answer_says_which_gathers_the_program_must_do() {
 /// The memory that is kept free by default excludes expert domains that are 20 times as fast.
 #[test]
 fn the_answer_says_when_memory_excludes_faster_expert_domains() {
-    let hint =
-        "Memory decides: with `reserved_memory` 0, expert domains (2, 1, 1) with kept replicas would fit, ";
+    let hint = "With `reserved_memory` 0, expert domains (2, 1, 1) with kept replicas in EP groups of 32 GPUs would fit; they are ";
     for (options, times) in [("", 1), ("--set=reserved_memory=0.25", 0), ("--nodes=16", 0)] {
         for shown in reports(options) {
             assert_eq!(shown.matches(hint).count(), times, "{options}\n{shown}");
@@ -224,7 +223,7 @@ fn a_link_that_the_stages_wait_for_is_named() {
 /// EP groups over several nodes are named, and so is what carries their tokens.
 #[test]
 fn ep_groups_over_several_nodes_are_named() {
-    let over = "Inside an EP group, tokens cross level rail. Between machines hybrid-ep sends over TCP";
+    let over = "Inside an EP group, tokens cross level rail. Between machines hybrid-ep sends over libfabric";
     for (options, times) in [("", 0), ("--set=pipeline_stages=2", 1)] {
         for shown in reports(options) {
             assert_eq!(shown.matches(over).count(), times, "{options}\n{shown}");

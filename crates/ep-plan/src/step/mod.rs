@@ -50,9 +50,9 @@ use price::Pricing;
 /// number. So a search takes seconds at most.
 const SEARCH: f64 = (1u64 << 22) as f64;
 
-/// Gain up to which a simpler layout is preferred, because the model is not more precise. The first choice is a layout whose EP
-/// groups each lie in one member of the second innermost level, usually a node; then one with fewer stages; then one with
-/// larger EP groups.
+/// Gain up to which a simpler layout is preferred, because the model is not more precise. The first choice is a layout without
+/// copies of experts; then one whose EP groups each lie in one member of the second innermost level, usually a node; then one with
+/// fewer stages; then one with larger EP groups.
 const SIMPLER: f64 = 0.01;
 
 /// Part of the time that gathers of experts inside a datacenter must save to be chosen, of a layer and of a step. They are priced at the bandwidth of
@@ -293,7 +293,9 @@ impl StepPlanner {
         // Layouts are in order of stages, then of falling EP group size, and `min_by_key` takes the first of those with
         // equal keys.
         let near = prices.into_iter().filter(|price| price.step_time.0 <= least * (1.0 + SIMPLER));
-        let chosen = near.min_by_key(|price| price.layout.group_levels().next().is_some());
+        let experts = self.model.description().experts;
+        let copies = |price: &StepPrice| !experts.is_multiple_of(price.layout.group_gpus());
+        let chosen = near.min_by_key(|price| (copies(price), price.layout.group_levels().next().is_some()));
         Ok((chosen, truncated))
     }
 
