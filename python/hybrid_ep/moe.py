@@ -43,7 +43,38 @@ __all__ = [
     "local_part",
     "parameter_groups",
     "reduce_gradients",
+    "with_loss",
 ]
+
+
+class _WithLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, loss: Tensor) -> Tensor:
+        ctx.loss = loss.shape, loss.dtype, loss.device
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        shape, dtype, device = ctx.loss
+        return grad, torch.ones(shape, dtype=dtype, device=device)
+
+
+def with_loss(y: Tensor, loss: Tensor) -> Tensor:
+    """Returns `y`, whose backward pass also computes the gradients of `loss`, as if `loss` were added to the loss.
+
+    For a part of a model that does not see the loss, such as an early stage of a pipeline: `with_loss(layer(x),
+    layer.balance_loss)`. If the program divides the loss by the number of micro-batches, divide `loss`, too.
+
+    Args:
+        y: A floating-point tensor that the loss depends on.
+        loss: A floating-point scalar.
+
+    Raises:
+        CallerError: `loss` is not a floating-point scalar.
+    """
+    if loss.dim() != 0 or not loss.is_floating_point():
+        raise CallerError(f"loss: expected a floating-point scalar, found {loss.dtype} of shape {list(loss.shape)}")
+    return _WithLoss.apply(y, loss)
 
 
 class Routed(NamedTuple):
