@@ -4,8 +4,8 @@
 //
 // This file is the part of a team's producer warp: it reads lists, loads rows, and hands steps to the consumers, which add, store sums
 // and set flags (steps.cuh). The producer itself stores only probabilities. Its only wait is for an empty stage, so for its own
-// consumers. It reads no abort word: after a fault it goes on until a wait of the reduce role fails, and what it stores meanwhile
-// harms nothing (docs/protocol.md).
+// consumers. It reads no abort word: after a fault it pushes its remaining items, into memory that stays mapped, and then a wait of
+// the reduce role fails (docs/cuda.md, "Faults", says what results are worth then).
 #pragma once
 #include "rails.cuh"
 #include "steps.cuh"
@@ -149,7 +149,8 @@ struct Pusher {
         u8* const partials = peer.tokens;
         const u64 slot_bytes = ::slot_bytes(p);
         const auto slot = [&](u32 end_lane) { return partials + batch.entry.source_of_lane(end_lane) * slot_bytes; };
-        // A capacity keeps rows in order of experts, so if a token's first row is dropped, all of them are.
+        // A capacity keeps rows in order of experts, so if a token's first row is dropped, all of them are. The last one that is kept has
+        // the mark of the end.
         const bool alive = lane_id() < batch.count && !batch.entry.is_dropped();
         const u32 begins = __ballot_sync(ALL_LANES, alive && batch.entry.is_first());
         const u32 ends = __ballot_sync(ALL_LANES, alive && batch.entry.is_end());
