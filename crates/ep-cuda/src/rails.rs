@@ -13,7 +13,7 @@ use ep::{
 };
 use ep_rail::{Loopback, Paced, RankPlace, Segment, open_fabric_over, rail_of, registers_gpu_memory};
 
-use crate::driver::{Device, DeviceAddress, GPU_MEMORY_HINT, GpuDirect, Pinned};
+use crate::driver::{Device, DeviceAddress, GPU_MEMORY_HINT, GRANULE, GpuDirect, Pinned};
 use crate::fault::Report;
 use crate::lanes::{DeviceLanes, LaneCopies};
 use crate::params::{MAX_CHUNKS, RAIL_SECTIONS, Rails};
@@ -299,7 +299,7 @@ fn place_of(device: &Device, world: &World, rank: Rank, address: Option<IpAddr>)
 
 /// Whether the lanes of a rank are in the memory of its GPU, where the NIC accesses them.
 fn nics_reach_gpu_memory(
-    device: &Device,
+    device: &Arc<Device>,
     direct: GpuDirect,
     place: &RankPlace,
     config: &Config,
@@ -310,10 +310,15 @@ fn nics_reach_gpu_memory(
     }
     let problem = if direct == GpuDirect::Unsupported {
         "its driver does not let NICs access it, or kernels cannot be shown what they write (GPUDirect RDMA)"
-    } else if !registers_gpu_memory(place, options)? {
-        "the provider does not register the memory of GPUs (FI_HMEM)"
+            .into()
     } else {
-        return Ok(true);
+        let sample = DeviceLanes::for_nics(device, 0..GRANULE)?;
+        let part = GpuPart { gpu: device.ordinal as i32, address: sample.address(), len: sample.bytes() };
+        // SAFETY: `sample` keeps the memory mapped.
+        match unsafe { registers_gpu_memory(place, options, part) }? {
+            Ok(()) => return Ok(true),
+            Err(why) => why,
+        }
     };
     match options.gpu_memory {
         Some(true) => {

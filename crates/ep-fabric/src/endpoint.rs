@@ -5,7 +5,7 @@ use std::ffi::{c_int, c_void};
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
 
-use ep::{EnvironmentError, Error, Limits, Result, Window};
+use ep::{EnvironmentError, Error, GpuPart, Limits, Result, Window};
 
 use crate::blob::{self, Blob};
 use crate::info::{self, Chosen, GPU_MEMORY_HINT, LOG_HINT, Memory};
@@ -58,6 +58,96 @@ impl Drop for Object {
             let _ = unsafe { close(self.as_ptr()) };
         }
     }
+}
+
+/// The step that registers the memory of a GPU, as errors name it.
+const REGISTER_GPU: &str = "fi_mr_regattr of GPU memory";
+
+/// An open domain of a NIC. The fields are in the order in which they must be dropped.
+struct OpenDomain {
+    domain: Object,
+    fabric: Object,
+}
+
+impl OpenDomain {
+    /// # Errors
+    /// The step that failed, and the library's answer.
+    fn new(library: &Library, info: &Chosen) -> std::result::Result<Self, (&'static str, isize)> {
+        let (entry, none) = (info.entry(), ptr::null_mut());
+        let opened = |step, answer: c_int, object: Option<Object>| match object {
+            Some(object) if answer == 0 => Ok(object),
+            _ => Err((step, if answer == 0 { -sys::ENOSYS } else { answer as isize })),
+        };
+        let mut fabric = ptr::null_mut();
+        // SAFETY: the attributes belong to the entry; the call stores one pointer.
+        let answer = unsafe { (library.fabric)(entry.fabric_attr(), &mut fabric, none) };
+        let fabric_object = opened("fi_fabric", answer, Object::new(fabric))?;
+        let mut domain = ptr::null_mut();
+        // SAFETY: an open fabric has this table.
+        let open = unsafe { (*(*fabric).ops).domain }.ok_or(("fi_domain", -sys::ENOSYS))?;
+        // SAFETY: as above, with an open fabric and the entry.
+        let answer = unsafe { open(fabric, entry.as_ptr(), &mut domain, none) };
+        Ok(Self { domain: opened("fi_domain", answer, Object::new(domain))?, fabric: fabric_object })
+    }
+}
+
+/// Registers memory of a GPU.
+///
+/// # Safety
+/// `domain` must be an open domain, and the memory must stay mapped until the region is dropped.
+///
+/// # Errors
+/// The library's answer.
+unsafe fn register_gpu_part(
+    domain: &Object,
+    part: GpuPart,
+    requested_key: u64,
+) -> std::result::Result<Object, isize> {
+    // SAFETY: guaranteed by the caller: an open domain has this table.
+    let register = unsafe { (*(*domain.as_ptr::<sys::Domain>()).mr).regattr }.ok_or(-sys::ENOSYS)?;
+    let memory = sys::Iovec { base: ptr::with_exposed_provenance_mut(part.address as usize), len: part.len };
+    let attributes = sys::MrAttr {
+        mr_iov: &memory,
+        iov_count: 1,
+        access: sys::WRITE | sys::REMOTE_WRITE,
+        offset: 0,
+        requested_key,
+        context: ptr::null_mut(),
+        auth_key_size: 0,
+        auth_key: ptr::null_mut(),
+        iface: sys::HMEM_CUDA,
+        device: sys::MrDevice { cuda: part.gpu },
+        later: [0; 8],
+    };
+    let mut region = ptr::null_mut::<sys::Mr>();
+    // SAFETY: the attributes live during the call, which stores one pointer.
+    match unsafe { register(domain.as_ptr(), &attributes, 0, &mut region) } {
+        0 => Object::new(region).ok_or(-sys::ENOSYS),
+        answer => Err(answer as isize),
+    }
+}
+
+/// Registers memory of a GPU, and ends the registration again. Returns why that is not possible.
+///
+/// # Safety
+/// The memory must stay mapped during the call.
+pub(crate) unsafe fn try_gpu_memory(
+    library: &Arc<Library>,
+    options: &Options,
+    nic: Option<&str>,
+    part: GpuPart,
+) -> Result<std::result::Result<(), String>> {
+    let Ok(info) = Chosen::find(library, options, nic, Memory::OfGpus)? else {
+        return Ok(Err("the provider does not register the memory of GPUs (FI_HMEM)".into()));
+    };
+    let said = |step: &str, answer| format!("{step}: {}", library.text(answer));
+    let domain = match OpenDomain::new(library, &info) {
+        Ok(domain) => domain,
+        Err((step, answer)) => return Ok(Err(said(step, answer))),
+    };
+    // SAFETY: guaranteed by the caller; the region is closed before the domain.
+    let region = unsafe { register_gpu_part(&domain.domain, part, 1) };
+    Ok(region.map(drop).map_err(|answer| said(REGISTER_GPU, answer)))
 }
 
 /// Memory that the library uses for one operation while it is in flight (`fi_context2`).
@@ -222,7 +312,7 @@ impl Endpoint {
         let failed = |step: &str, answer: isize| -> Error {
             let hint = match step {
                 "fi_mr_reg" => format!("raise the limit of locked memory (ulimit -l), or {}", limits.advice),
-                "fi_mr_regattr of GPU memory" => GPU_MEMORY_HINT.to_owned(),
+                REGISTER_GPU => GPU_MEMORY_HINT.to_owned(),
                 "fi_cq_open" => limits.advice.to_owned(),
                 _ => LOG_HINT.to_owned(),
             };
@@ -241,19 +331,9 @@ impl Endpoint {
             return Err(EnvironmentError::new(what, problem, limits.advice).into());
         }
         let none = ptr::null_mut();
-
-        let mut fabric = ptr::null_mut();
-        // SAFETY: the attributes belong to the entry; the call stores one pointer. So do the calls below: each gets open
-        // objects and structures that live during the call.
-        let answer = unsafe { (library.fabric)(entry.fabric_attr(), &mut fabric, none) };
-        let fabric_object = opened("fi_fabric", answer as isize, Object::new(fabric))?;
-
-        let mut domain = ptr::null_mut();
-        // SAFETY: as above.
-        let open = unsafe { (*(*fabric).ops).domain }.ok_or_else(|| missing("fi_domain"))?;
-        // SAFETY: as above.
-        let answer = unsafe { open(fabric, entry.as_ptr(), &mut domain, none) };
-        let domain_object = opened("fi_domain", answer as isize, Object::new(domain))?;
+        let OpenDomain { domain: domain_object, fabric: fabric_object } =
+            OpenDomain::new(&library, &info).map_err(|(step, answer)| failed(step, answer))?;
+        let domain = domain_object.as_ptr::<sys::Domain>();
         // SAFETY: an open domain has this table.
         let ops = unsafe { &*(*domain).ops };
 
@@ -333,29 +413,14 @@ impl Endpoint {
             unsafe { register(of_domain(), start.cast(), len, access, 0, key, 0, &mut region, none) };
         let mut regions = vec![(opened("fi_mr_reg", answer as isize, Object::new(region))?, start, len)];
         if let Some(part) = gpu_part {
-            let step = "fi_mr_regattr of GPU memory";
-            let register = ops.regattr.ok_or_else(|| missing(step))?;
+            // Another key than that of the host memory, with as many bits.
+            let key = if mr_mode & sys::MR_PROV_KEY == 0 { key ^ 1 } else { 0 };
+            // SAFETY: as above.
+            let region = unsafe { register_gpu_part(&domain_object, part, key) };
+            let region = region.map_err(|answer| failed(REGISTER_GPU, answer))?;
             // The address belongs to the GPU: this process cannot access it.
             let start = ptr::with_exposed_provenance_mut::<u8>(part.address as usize);
-            let memory = sys::Iovec { base: start.cast(), len: part.len };
-            let attributes = sys::MrAttr {
-                mr_iov: &memory,
-                iov_count: 1,
-                access,
-                offset: 0,
-                // Another key than that of the host memory, with as many bits.
-                requested_key: if mr_mode & sys::MR_PROV_KEY == 0 { key ^ 1 } else { 0 },
-                context: none,
-                auth_key_size: 0,
-                auth_key: ptr::null_mut(),
-                iface: sys::HMEM_CUDA,
-                device: sys::MrDevice { cuda: part.gpu },
-                later: [0; 8],
-            };
-            let mut region = ptr::null_mut::<sys::Mr>();
-            // SAFETY: as above; the attributes live during the call.
-            let answer = unsafe { register(of_domain(), &attributes, 0, &mut region) };
-            regions.push((opened(step, answer as isize, Object::new(region))?, start, part.len));
+            regions.push((region, start, part.len));
         }
         let mut parts = Vec::with_capacity(regions.len());
         for (region, start, len) in regions {

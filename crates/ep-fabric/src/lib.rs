@@ -41,9 +41,7 @@ pub mod testing;
 
 use std::path::{Path, PathBuf};
 
-use ep::{Result, TrafficClass};
-
-use info::{Chosen, Memory};
+use ep::{GpuPart, Result, TrafficClass};
 
 pub use engine::open;
 pub use nearest::{DeviceLocation, Nearest, Nic, Relation, nearest};
@@ -74,22 +72,34 @@ pub struct Provider {
     pub name: String,
     /// Its domains: interfaces or devices.
     pub domains: Vec<String>,
-    /// Whether it registers memory of GPUs (`FI_HMEM`) on any of them.
+    /// Whether it offers to register memory of GPUs (`FI_HMEM`) on any of them.
     pub gpu_memory: bool,
 }
 
-/// Whether the provider registers memory of GPUs (`FI_HMEM`) on every NIC of the options, or on the first that fits if they name
-/// none.
+/// Whether the provider registers this memory of a GPU on every NIC of the options, or on the first that fits if they name none: it
+/// tries. Otherwise, the reason. Some providers offer this (`FI_HMEM`) in a library that was built without it.
+///
+/// # Safety
+/// The memory must stay mapped during the call.
 ///
 /// # Errors
 /// [`ep::EnvironmentError`] when the library cannot be loaded; [`ep::CallerError::Config`] for options that are no text for C.
-pub fn registers_gpu_memory(options: &Options) -> Result<bool> {
+pub unsafe fn registers_gpu_memory(
+    options: &Options,
+    part: GpuPart,
+) -> Result<std::result::Result<(), String>> {
     let library = library::Library::load(options.library.as_deref())?;
-    let offers = |nic| Ok(Chosen::find(&library, options, nic, Memory::OfGpus)?.is_ok());
-    match options.domains.as_slice() {
-        [] => offers(None),
-        nics => nics.iter().try_fold(true, |all, nic| Ok(all && offers(Some(nic))?)),
+    // SAFETY: guaranteed by the caller.
+    let attempt = |nic| unsafe { endpoint::try_gpu_memory(&library, options, nic, part) };
+    if options.domains.is_empty() {
+        return attempt(None);
     }
+    for nic in &options.domains {
+        if let Err(why) = attempt(Some(nic))? {
+            return Ok(Err(why));
+        }
+    }
+    Ok(Ok(()))
 }
 
 /// The version of libfabric, and the providers that an engine can use on this machine. `library` is as in [`Options`].

@@ -5,7 +5,7 @@ use std::net::IpAddr;
 use std::path::Path;
 use std::sync::Arc;
 
-use ep::{Limits, Rail, Result, TransportOptions, Unconnected, Window};
+use ep::{GpuPart, Limits, Rail, Result, TransportOptions, Unconnected, Window};
 
 use crate::Segment;
 
@@ -66,21 +66,40 @@ pub unsafe fn open_fabric_over(
     unsafe { open(rail, place, window, options, limits) }
 }
 
-/// Whether the engine over libfabric that `options` name registers the memory of GPUs for the rank at this place.
+/// Whether the engine over libfabric that `options` name registers this memory of the GPU of the rank at this place; otherwise,
+/// the reason.
+///
+/// # Safety
+/// The memory must stay mapped during the call.
 ///
 /// # Errors
 /// As for [`open_fabric`].
-pub fn registers_gpu_memory(place: &RankPlace, options: &TransportOptions) -> Result<bool> {
-    registers(place, options)
+pub unsafe fn registers_gpu_memory(
+    place: &RankPlace,
+    options: &TransportOptions,
+    part: GpuPart,
+) -> Result<std::result::Result<(), String>> {
+    // SAFETY: guaranteed by the caller.
+    unsafe { registers(place, options, part) }
 }
 
 #[cfg(feature = "fabric")]
-fn registers(place: &RankPlace, options: &TransportOptions) -> Result<bool> {
-    ep_fabric::registers_gpu_memory(&fabric_options(options, place, Path::new(ep_fabric::SYSFS))?)
+unsafe fn registers(
+    place: &RankPlace,
+    options: &TransportOptions,
+    part: GpuPart,
+) -> Result<std::result::Result<(), String>> {
+    let options = fabric_options(options, place, Path::new(ep_fabric::SYSFS))?;
+    // SAFETY: guaranteed by the caller.
+    unsafe { ep_fabric::registers_gpu_memory(&options, part) }
 }
 
 #[cfg(not(feature = "fabric"))]
-fn registers(_: &RankPlace, options: &TransportOptions) -> Result<bool> {
+unsafe fn registers(
+    _: &RankPlace,
+    options: &TransportOptions,
+    _: GpuPart,
+) -> Result<std::result::Result<(), String>> {
     Err(without_fabric(options))
 }
 

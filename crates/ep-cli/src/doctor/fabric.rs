@@ -25,7 +25,7 @@ pub(crate) struct FabricProvider {
     pub(crate) name: String,
     /// The names of its NICs (the domains of `fi_info`), which `HYBRID_EP_TRANSPORT_NIC` takes.
     pub(crate) nics: Vec<String>,
-    /// Whether it registers the memory of GPUs (`FI_HMEM`), so that rails need no copy in host memory.
+    /// Whether it offers to register the memory of GPUs (`FI_HMEM`), so that rails need no copy in host memory.
     pub(crate) gpu_memory: bool,
     /// Whether the engine is tested over it.
     pub(crate) state: ProviderState,
@@ -75,7 +75,7 @@ impl FabricProvider {
             ProviderState::NeverRun => "never run by us; ",
             ProviderState::NotTested => "not in our tests; ",
         };
-        let memory = if self.gpu_memory { "accesses GPU memory; " } else { "" };
+        let memory = if self.gpu_memory { "offers GPU memory; " } else { "" };
         let nics = match self.nics.len() {
             0 => "no NIC".to_owned(),
             1 => format!("NIC {}", self.nics[0]),
@@ -166,7 +166,7 @@ mod tests {
         let found: Vec<_> =
             checks(&Fact::Known(all)).into_iter().map(|check| (check.name, check.found)).collect();
         let expected = [
-            ("provider verbs;ofi_rxm", "never run by us; accesses GPU memory; NICs mlx5_0, mlx5_1"),
+            ("provider verbs;ofi_rxm", "never run by us; offers GPU memory; NICs mlx5_0, mlx5_1"),
             ("provider net (HYBRID_EP_TRANSPORT=tcp)", "NIC eth0"),
         ];
         assert_eq!(found, expected.map(|(name, found)| (name.to_owned(), found.to_owned())));
