@@ -331,8 +331,11 @@ impl Endpoint {
             return Err(EnvironmentError::new(what, problem, limits.advice).into());
         }
         let none = ptr::null_mut();
-        let OpenDomain { domain: domain_object, fabric: fabric_object } =
+        let opened_domain =
             OpenDomain::new(&library, &info).map_err(|(step, answer)| failed(step, answer))?;
+        // Dropped in the reverse order, if a later step fails.
+        let fabric_object = opened_domain.fabric;
+        let domain_object = opened_domain.domain;
         let domain = domain_object.as_ptr::<sys::Domain>();
         // SAFETY: an open domain has this table.
         let ops = unsafe { &*(*domain).ops };
