@@ -71,7 +71,8 @@ fn indivisible(problem: &Problem, parts: &Parts, stages: usize) -> String {
     let sites = problem.cluster.levels.first().map_or(1, |outermost| outermost.scaling_factor);
     let has_datacenters = problem.cluster.levels.len() > 2;
     if sites == *count {
-        let divides = |members: &usize| experts.is_multiple_of(*members);
+        let in_stage = problem.cluster.gpus() / sites.max(1) / stages.max(1);
+        let divides = |members: &usize| experts.is_multiple_of(members * in_stage.max(1));
         let fewer = (2..sites).rev().find(divides);
         let more = (sites + 1..=experts).find(divides);
         let numbers: Vec<String> = fewer.iter().chain(&more).map(usize::to_string).collect();

@@ -172,7 +172,7 @@ pub(super) fn answer(shown: &Shown, problem: &Problem) -> Vec<String> {
             let exact = shown.exact.as_ref().filter(|exact| exact.step_time < other.step_time);
             let gain = exact.unwrap_or(other).step_time / domains.step_time;
             let how = if lossy { "Without lossy compression, the fastest is" } else { "The next is" };
-            let worth = match times(other.step_time / domains.step_time) == times(1.0) {
+            let worth = match times(gain) == times(1.0) {
                 true => " Moving experts is not worth it: the gain is 1.00x.",
                 false => "",
             };

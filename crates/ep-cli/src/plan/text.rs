@@ -9,6 +9,7 @@ use ep_plan::planner::{CompressionGain, Options, PassTimes, Plan, Setting};
 use ep_plan::step::{StepMemory, Strategy};
 use ep_plan::units::{Bytes, Seconds};
 
+use super::software;
 use super::steps::{self, Shown};
 use super::sweep::Sweep;
 use super::upgrades;
@@ -176,9 +177,13 @@ fn attention(sizes: AttentionDescription) -> Option<String> {
 pub(super) fn layer_answer(problem: &Problem, step: Option<&Shown>, plan: &Plan) -> String {
     let Some(shown) = step else { return answer(plan) };
     let price = shown.price();
-    let waits = steps::shown_bottleneck(shown, problem).map(|line| format!("\n{line}")).unwrap_or_default();
+    let mut more: Vec<String> = steps::shown_bottleneck(shown, problem).into_iter().collect();
+    if price != shown.head() {
+        more.extend(software::lines(price, problem, None));
+    }
+    let more: String = more.iter().map(|line| format!("\n{line}")).collect();
     format!(
-        "Layers of the strategy `{}`, {}, {} of a layer on each GPU.\nIn an EP group, {}{waits}",
+        "Layers of the strategy `{}`, {}, {} of a layer on each GPU.\nIn an EP group, {}{more}",
         steps::name(price.strategy),
         steps::layout(price, problem),
         units::counted(plan.experts_per_gpu, "expert"),

@@ -8,6 +8,7 @@ use super::markup::{escape, note, section, sentence, table};
 use super::picture;
 use crate::common::failure::Failure;
 use crate::common::units;
+use crate::plan::software;
 use crate::plan::steps::{self, Shown};
 use crate::plan::sweep::Sweep;
 use crate::plan::{text, upgrades, words};
@@ -142,10 +143,12 @@ pub(super) fn layers_title(problem: &Problem, shown: &Shown, plan: &Plan) -> Str
         steps::layout(price, problem),
         units::counted(plan.experts_per_gpu, "expert")
     );
-    let about = match steps::shown_bottleneck(shown, problem) {
-        Some(line) => format!("{about} {line}"),
-        None => about,
-    };
+    let mut about: Vec<String> =
+        std::iter::once(about).chain(steps::shown_bottleneck(shown, problem)).collect();
+    if price != shown.head() {
+        about.extend(software::lines(price, problem, None));
+    }
+    let about = about.join(" ");
     section(&format!("Layers of: {}", steps::name(price.strategy)), &about, "")
 }
 
