@@ -54,22 +54,26 @@ __device__ inline const u32* flags_of(const Common& c, const ReduceSet& set, u32
     return c.own->flags[source];
 }
 
-// The last rail chunk of the set from `domain` with a domain sum for chunk `chunk` of this rank's tokens; NONE if it
-// has none.
-__device__ inline u32 rail_chunk(const Common& c, const HandleView& h, u32 domain, u32 chunk) {
+// The last rail chunk of the set from `domain` with a domain sum for one of the chunks [first, end) of this rank's
+// tokens; NONE if there is none.
+__device__ inline u32 rail_chunk(const Common& c, const HandleView& h, u32 domain, u32 first, u32 end) {
     const u32* rows = rail_begin(h, domain).rows;
-    return rows[chunk] == rows[chunk + 1] ? NONE : (rows[chunk + 1] - 1) / c.rails.chunk_rows;
+    return rows[first] == rows[end] ? NONE : (rows[end] - 1) / c.rails.chunk_rows;
 }
 
-// Waits for the partial sums of the chunk: the flags of all peers and, for this rank's own tokens, the domain sums of
-// the other domains. Returns false, after the fault was reported, if one does not arrive.
-__device__ inline bool await_chunk(const Common& c, const ReduceSet& set, u32 chunk, u32 epoch) {
+// Waits for the partial sums of the chunks [first, end): the flags of all peers and, for this rank's own tokens, the
+// domain sums of the other domains. Each lane reads flags of its own, so that the warp waits for one latency, not for
+// one per chunk. Returns false, after the fault was reported, if a sum does not arrive.
+__device__ inline bool await_chunks(const Common& c, const ReduceSet& set, u32 first, u32 end, u32 epoch) {
     bool fine = true;
-    for (u32 peer = domain_begin(c) + lane_id(); fine && peer < domain_end(c); peer += WARP)
+    const u32 peers = domain_end(c) - domain_begin(c);
+    for (u32 flag = lane_id(); fine && flag < (end - first) * peers; flag += WARP) {
+        const u32 chunk = first + flag / peers, peer = domain_begin(c) + flag % peers;
         if (peer != c.rank) fine = wait_for(c, flags_of(c, set, peer) + chunk, epoch, peer, FOR_CHUNK, chunk);
+    }
     for (u32 domain = lane_id(); fine && domain < rail_domains(c); domain += WARP) {
         if (is_foreign(c, set) || domain == c.rails.domain) continue;
-        const u32 needed = rail_chunk(c, set.lists, domain, chunk);
+        const u32 needed = rail_chunk(c, set.lists, domain, first, end);
         fine = needed == NONE || await_plan(c, epoch, domain) && await_rows(c, epoch, domain, needed);
     }
     fine = __all_sync(ALL_LANES, fine);
@@ -88,7 +92,7 @@ __device__ inline bool chunk_is_here(const Common& c, const ReduceSet& set, u32 
         if (peer != c.rank) there = there && reached(ld_acquire_sys(flags_of(c, set, peer) + chunk), epoch);
     for (u32 domain = lane_id(); domain < rail_domains(c); domain += WARP) {
         if (is_foreign(c, set) || domain == c.rails.domain) continue;
-        const u32 needed = rail_chunk(c, set.lists, domain, chunk);
+        const u32 needed = rail_chunk(c, set.lists, domain, chunk, chunk + 1);
         there = there && (needed == NONE || rows_are_here(c, epoch, domain, needed));
     }
     return there;
@@ -133,20 +137,39 @@ __device__ inline float returned(const CombineParams& p, const Copy& copy, u32 e
     return reinterpret_cast<const float*>(probs)[copy.row()];
 }
 
-// Writes the chunk's rows of `out_probs`: the probabilities of the copies that were kept, zero elsewhere.
-__device__ inline void gather_probs(const CombineParams& p, u32 chunk, u32 epoch) {
+// Writes zeros to the rows of `out_probs` of the chunks [first, end).
+__device__ inline void clear_probs(const CombineParams& p, u32 first, u32 end) {
+    const HandleView& h = p.handle;
+    const u64 experts = p.common.experts;
+    const u64 last = chunk_end_token(h, end - 1) * experts;
+    for (u64 cell = first * h.chunk_tokens * experts + lane_id(); cell < last; cell += WARP) p.out_probs[cell] = 0.0f;
+}
+
+// Writes the probabilities of the copies of the chunks [first, end) that were kept to `out_probs`, whose rows are zero.
+__device__ inline void gather_probs(const CombineParams& p, u32 first, u32 end, u32 epoch) {
+    // Copies per lane and round. Their loads are independent, so that a round takes the latency of two loads.
+    constexpr u32 COPIES = 4;
     const Common& c = p.common;
     const HandleView& h = p.handle;
-    const u64 experts = c.experts;
-    const u64 first = chunk * h.chunk_tokens * experts, last = chunk_end_token(h, chunk) * experts;
-    for (u64 cell = first + lane_id(); cell < last; cell += WARP) p.out_probs[cell] = 0.0f;
-    __syncwarp();
     const ReduceSet own = own_tokens(p);
-    for (u32 at = h.copy_begin[chunk] + lane_id(); at < h.copy_begin[chunk + 1]; at += WARP) {
-        const Copy copy = h.copies[at];
-        if (copy.is_dropped()) continue;
-        p.out_probs[copy.cell()] =
-            RAILS && copy.rank() >= c.ranks ? returned(p, copy, epoch) : gathered(p, own, copy, at);
+    const u32 last = h.copy_begin[end];
+    for (u32 begin = h.copy_begin[first] + lane_id(); begin < last; begin += COPIES * WARP) {
+        Copy copies[COPIES];
+        float probs[COPIES];
+#pragma unroll
+        for (u32 i = 0; i < COPIES; i++) {
+            const u32 at = begin + i * WARP;
+            copies[i] = at < last ? h.copies[at] : Copy::of(0, 0, 0, NO_ROW, 0.0f);
+        }
+#pragma unroll
+        for (u32 i = 0; i < COPIES; i++) {
+            if (copies[i].is_dropped()) continue;
+            const bool rail = RAILS && copies[i].rank() >= c.ranks;
+            probs[i] = rail ? returned(p, copies[i], epoch) : gathered(p, own, copies[i], begin + i * WARP);
+        }
+#pragma unroll
+        for (u32 i = 0; i < COPIES; i++)
+            if (!copies[i].is_dropped()) p.out_probs[copies[i].cell()] = probs[i];
     }
 }
 
@@ -258,7 +281,7 @@ struct Reducer {
         for (u32 chunk = first_chunk(); chunk <= last_chunk(); chunk++)
             there = chunk_is_here(p.common, from, chunk, epoch) && there;
         there = __all_sync(ALL_LANES, there);
-        // As in `await_chunk`: makes what one lane has acquired visible to all lanes.
+        // As in `await_chunks`: makes what one lane has acquired visible to all lanes.
         __syncwarp();
         return there;
     }
@@ -267,10 +290,7 @@ struct Reducer {
     // Then the caller ends the steps of its team; the claimed tokens are not reduced, and their outputs are
     // undefined.
     __device__ bool await() const {
-        const ReduceSet from = set();
-        for (u32 chunk = first_chunk(); chunk <= last_chunk(); chunk++)
-            if (!await_chunk(p.common, from, chunk, epoch)) return false;
-        return true;
+        return await_chunks(p.common, set(), first_chunk(), last_chunk() + 1, epoch);
     }
 
     // Hands on the steps that reduce the claimed tokens, which must be ready. The consumers store the sums later.
@@ -330,13 +350,14 @@ struct Reducer {
     }
 };
 
-// Gathers the probabilities of all chunks of this rank's tokens, each after its partial sums. Called by each producer
-// after its last token, if they are requested; its consumers may still add. Chunks are assigned by the worker's
-// number.
+// Gathers the probabilities of this rank's tokens, after their partial sums, if they are requested. Called by each
+// producer after its last token; its consumers may still add. Each worker has a range of consecutive chunks, which it
+// sweeps as one list: chunk by chunk, it would wait for three loads in a row in each (docs/lab/053).
 __device__ inline void gather_all_probs(const CombineParams& p, const Worker& worker, u32 epoch) {
-    for (u32 chunk = worker.index; chunk < p.handle.chunks; chunk += worker.workers) {
-        if (!await_chunk(p.common, own_tokens(p), chunk, epoch)) return;
-        gather_probs(p, chunk, epoch);
-    }
+    const u64 chunks = p.handle.chunks;
+    const u32 first = chunks * worker.index / worker.workers, end = chunks * (worker.index + 1) / worker.workers;
+    if (first == end) return;
+    clear_probs(p, first, end);
+    if (!await_chunks(p.common, own_tokens(p), first, end, epoch)) return;
+    gather_probs(p, first, end, epoch);
 }
-
