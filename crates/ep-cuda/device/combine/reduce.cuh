@@ -358,6 +358,7 @@ __device__ inline void gather_all_probs(const CombineParams& p, const Worker& wo
     const u32 first = chunks * worker.index / worker.workers, end = chunks * (worker.index + 1) / worker.workers;
     if (first == end) return;
     clear_probs(p, first, end);
+    // The barrier at its end also orders the zeros before the probabilities, which other lanes store.
     if (!await_chunks(p.common, own_tokens(p), first, end, epoch)) return;
     gather_probs(p, first, end, epoch);
 }
