@@ -3,13 +3,16 @@
 // the other domains: `Send::GROUP_FIRST` (lists.cuh) describes the order. The rank that forwards a foreign set has
 // this role, too: its domain sums of the set go to a rail lane.
 //
-// The producer warp of every team of every block runs this role, in turn with the push role (kernel.cu). It claims
-// tokens, waits for flags, starts the loads of steps, and hands these to the consumers of its team (steps.cuh), which
+// The producer warp of every team of every block runs this role, in turn with the push role. It claims tokens and looks
+// whether their flags are set; once it has nothing left to push, it waits for them (`push_and_reduce` in kernel.cu). It
+// starts the loads of steps, and hands these to the consumers of its team (steps.cuh), which
 // add and store later. When `Reducer::reduce` returns, no sum need be in memory. A token whose entries are all dead
 // gets a row of zeros.
 //
-// The role writes nothing on peers. `partials` exists once: this kernel ends only after it has seen all flags, and
-// peers write again only after this rank's next handshake. Rail lanes exist twice, by the epoch's parity.
+// The role writes this rank's outputs, counters and, with rails, `out` lanes with their flags and `rail_seen`. On peers it
+// writes nothing, except that a wait that fails reports the fault to all ranks. `partials` exists once: without a fault,
+// this kernel ends only after it has seen all flags, and peers write again only after this rank's next handshake. Rail
+// lanes exist twice, by the epoch's parity.
 // docs/protocol.md and docs/cuda-rails.md have all words and memory orders, docs/adding-a-kernel.md the places of a
 // variant.
 #pragma once
@@ -31,8 +34,8 @@ __device__ inline ReduceSet own_tokens(const CombineParams& p) {
     return {p.handle, p.partials, p.prob_scratch, RAILS ? p.common.rails.domain : 0, &p.common.own->tokens_taken};
 }
 
-// The number of partial sums of one set for which the memory has room. The slot of a partial sum is the index of its
-// entry in `sends`, which has at most one entry for each copy and one dead entry for each token. The slots of this
+// The number of slots of `set_partials` for one set. As in `partials`, the slot of a partial sum is the index of its entry
+// in the set's `sends`, which has at most one entry for each copy and one dead entry for each token. The slots of this
 // rank's own entries and of dead ones stay unused.
 __device__ inline u64 set_slots(const Common& c) { return static_cast<u64>(c.rails.most_copies) + c.rails.most_rows; }
 
@@ -46,16 +49,16 @@ __device__ inline bool is_foreign(const Common& c, const ReduceSet& set) {
     return RAILS && set.domain != c.rails.domain;
 }
 
-// The flags that a rank of this domain sets for the tokens of a set. Their row is that of the peer's rail peer in the
-// set's domain, so that no two ranks write the same flag (`alias` in rails.cuh). For this rank's own tokens this is
-// the peer itself.
+// The flags that `peer`, a rank of this domain, sets for the tokens of a set: those of this rank's control block that are
+// indexed by the rail peer that `peer` has in the set's domain, so that no two ranks write the same flag (`alias` in
+// rails.cuh). For this rank's own tokens, that is `peer` itself.
 __device__ inline const u32* flags_of(const Common& c, const ReduceSet& set, u32 peer) {
     const u32 source = RAILS ? set.domain * c.rails.local_ranks + (peer - c.rails.first) : peer;
     return c.own->flags[source];
 }
 
-// The last rail chunk of the set from `domain` with a domain sum for one of the chunks [first, end) of this rank's
-// tokens; NONE if there is none.
+// The domain sums of this rank's tokens that come back from `domain` arrive in rail chunks, and those of earlier tokens
+// first. Returns the last rail chunk that the chunks [first, end) of this rank's tokens need; NONE if they need none.
 __device__ inline u32 rail_chunk(const Common& c, const HandleView& h, u32 domain, u32 first, u32 end) {
     const u32* rows = rail_begin(h, domain).rows;
     return rows[first] == rows[end] ? NONE : (rows[end] - 1) / c.rails.chunk_rows;
@@ -82,10 +85,10 @@ __device__ inline bool await_chunks(const Common& c, const ReduceSet& set, u32 f
     return fine;
 }
 
-// Whether those flags and domain sums of the chunk that this lane of the warp checks have arrived. Called by all
-// lanes; the caller combines their answers by a vote. The answer may be false although the sums have arrived, while
-// another thread reads the rail peer's progress. With rails, the call may itself read that progress, store it for
-// other threads (`rail_seen`), and report a peer that called with other arguments.
+// Looks, without waiting, whether the partial sums of a chunk have arrived (as in `await_chunks`). Called by all lanes: each
+// answers for the flags and domain sums that it has read, and the caller combines the answers by a vote. With rails, the
+// call may read a rail peer's progress, store it for other threads (`rail_seen`), and report a peer that called with
+// other arguments. While another thread reads that progress, the answer may be false although the sums have arrived.
 __device__ inline bool chunk_is_here(const Common& c, const ReduceSet& set, u32 chunk, u32 epoch) {
     bool there = true;
     for (u32 peer = domain_begin(c) + lane_id(); peer < domain_end(c); peer += WARP)
@@ -100,8 +103,8 @@ __device__ inline bool chunk_is_here(const Common& c, const ReduceSet& set, u32 
 
 // The layout of a rail lane to or from another domain: domain sums, then the probabilities of the copies. Moves `end`
 // behind them. Block 0 of the sender publishes it (`announce_sums` in kernel.cu); the receiver computes the same
-// offsets from its own lists. A unit has one flag for its sums (`count_written` in steps.cuh) and one for its
-// probabilities (`gather_set_probs`).
+// offsets from its own lists. A unit is a chunk of the set. It has one flag for its sums (`count_written` in steps.cuh)
+// and one for its probabilities (`gather_set_probs`); its rows have arrived at the peer when both parts have.
 __device__ inline PlanHead sums_plan(const CombineParams& p, u32 rows, u32 copies, u64& end) {
     PlanHead head;
     head.rows = rows;
@@ -127,8 +130,8 @@ __device__ inline float gathered(const CombineParams& p, const ReduceSet& set, c
     return p.row_probs[copy.row() * p.prob_stride + (p.handle.permuted ? 0 : copy.local_expert())];
 }
 
-// The probability of a copy that has come back from another domain; `row` of such a copy is its place among the
-// copies of the rail. Read by a plain load, as in `gathered`.
+// The probability of a copy that has come back from another domain. `Copy::row` of such a copy is not a row, but its
+// place among the copies of the rail. Read by a plain load, as in `gathered`.
 __device__ inline float returned(const CombineParams& p, const Copy& copy, u32 epoch) {
     const Common& c = p.common;
     const HandleView& h = p.handle;
@@ -145,7 +148,7 @@ __device__ inline void clear_probs(const CombineParams& p, u32 first, u32 end) {
     for (u64 cell = first * h.chunk_tokens * experts + lane_id(); cell < last; cell += WARP) p.out_probs[cell] = 0.0f;
 }
 
-// Writes the probabilities of the copies of the chunks [first, end) that were kept to `out_probs`, whose rows are zero.
+// Writes to `out_probs`, whose rows are zero, the probability of each copy of the chunks [first, end) that was not dropped.
 __device__ inline void gather_probs(const CombineParams& p, u32 first, u32 end, u32 epoch) {
     // Copies per lane and round. Their loads are independent, so that a round takes the latency of two loads.
     constexpr u32 COPIES = 4;
@@ -230,7 +233,7 @@ struct Reducer {
     u32 token = 0;
     u32 end = 0;
     // The first entry of a token whose entries began in an earlier batch; NONE if there is none (`sums_of` in
-    // lists.cuh).
+    // sum.cuh).
     u32 begin = NONE;
     // The domain whose tokens are claimed.
     u32 domain;
@@ -262,9 +265,9 @@ struct Reducer {
         return has_some();
     }
 
-    // Claims tokens of this set or, with rails, of the next one that has some left; none of this rank's own if
-    // `foreign_only`: a producer must not wait for domain sums of others while tokens of foreign sets are left
-    // (docs/cuda-rails.md, "No deadlock").
+    // Claims tokens of this set or, with rails, of the next one that has some left. With `foreign_only`, it claims none of
+    // this rank's own tokens. A producer that has nothing left to push waits for what it claims, and it must not wait for
+    // domain sums of others while tokens of foreign sets are left (docs/cuda-rails.md, "No deadlock").
     __device__ bool take_next(bool foreign_only) {
         while (!take(all_taken())) {
             if (!foreign()) return false;
@@ -358,7 +361,7 @@ __device__ inline void gather_all_probs(const CombineParams& p, const Worker& wo
     const u32 first = chunks * worker.index / worker.workers, end = chunks * (worker.index + 1) / worker.workers;
     if (first == end) return;
     clear_probs(p, first, end);
-    // The barrier at its end also orders the zeros before the probabilities, which other lanes store.
+    // The barrier at the end of `await_chunks` also orders the zeros before the probabilities, which other lanes store.
     if (!await_chunks(p.common, own_tokens(p), first, end, epoch)) return;
     gather_probs(p, first, end, epoch);
 }
