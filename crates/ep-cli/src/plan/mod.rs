@@ -202,12 +202,15 @@ impl GroupsLayout {
 /// The steps of all strategies, and the layers of the strategy to show. Forward passes have only layers.
 fn solve(wanted: &Wanted<'_>, problem: &Problem) -> Result<(Option<Shown>, Plan), Failure> {
     let args = wanted.args;
-    let unsolvable = |error| Failure::request(unsolvable(args, problem, &error));
+    let unsolvable = |error| Failure::request(unsolvable(wanted, problem, &error));
     let Some(planner) = problem.step_planner().map_err(unsolvable)? else {
         return match args.wanted() {
-            Some(_) => Err(Failure::request(
-                "--strategy and --runnable: forward passes have no step to compare; use work=training",
-            )),
+            Some(_) => {
+                let option = if args.runnable { "--runnable" } else { "--strategy" };
+                Err(Failure::request(format!(
+                    "{option}: forward passes have no step to compare; use work=training"
+                )))
+            }
             None => Ok((None, problem.planner()?.plan())),
         };
     };
@@ -262,16 +265,16 @@ fn solve(wanted: &Wanted<'_>, problem: &Problem) -> Result<(Option<Shown>, Plan)
 
 /// Why there is no plan, and which larger clusters have one. `--runnable` has its own text, because the planner's error would
 /// name options that the user did not set.
-fn unsolvable(args: &PlanArgs, problem: &Problem, error: &PlanError) -> String {
+fn unsolvable(wanted: &Wanted<'_>, problem: &Problem, error: &PlanError) -> String {
     let why = match error {
-        PlanError::NoLayout { needed, device, .. } if args.runnable => format!(
+        PlanError::NoLayout { needed, device, .. } if wanted.args.runnable => format!(
             "--runnable: a GPU has {device}, and needs at least {needed} for weights, gradients and Adam state, because a layout \
              for `ExpertMigration` has one EP group in a stage and no tensor parallelism; possible: GPUs with more memory, a smaller \
-             model, or, in a program with a pipeline, more stages (`--set pipeline_stages=N`)"
+             model, or, in a program with a pipeline, more stages (`pipeline_stages`)"
         ),
         error => error.to_string(),
     };
-    match remedy::remedy(problem, error, args.runnable) {
+    match remedy::remedy(problem, wanted.unrestricted.as_ref(), error) {
         Some(remedy) => format!("{why}. {remedy}"),
         None => why,
     }

@@ -2,7 +2,7 @@
 
 use ep_plan::cluster::Cluster;
 use ep_plan::planner::Replicas;
-use ep_plan::step::{StepPlan, StepPrice, Strategy};
+use ep_plan::step::{Fit, StepPlan, StepPrice, Strategy};
 
 use super::planned;
 use super::software::dispatch_ranks;
@@ -26,9 +26,14 @@ pub(super) fn restrict_to_runtime(problem: &mut Problem) -> Result<(), Failure> 
             1 => ("", format!("{gpus} GPUs")),
             _ => (" in each stage", format!("{gpus} GPUs in {stages} stages of {group}")),
         };
+        let more = stages_that_run(problem).map_or(String::new(), |stages| {
+            format!(
+                "`--set pipeline_stages={stages}` in a program with a pipeline, or other numbers of GPUs: "
+            )
+        });
         return Err(Failure::request(format!(
             "--runnable: the number of GPUs{of_a_stage} must divide the {experts} experts, and the cluster has {has}; \
-             possible: {}; change --nodes, --gpus-per-node, `members` in the cluster's file, or pipeline_stages",
+             possible: {more}{}; change --nodes, --gpus-per-node, `members` in the cluster's file, or pipeline_stages",
             divisors_up_to(experts, group)
         )));
     }
@@ -185,6 +190,21 @@ pub(super) fn runnable_on(mut unrestricted: Problem) -> Option<StepPrice> {
     restrict_to_runtime(&mut unrestricted).ok()?;
     let plan = planned(&unrestricted)?;
     plan.price(Strategy::ExpertDomains).filter(|price| dispatch_ranks(price) <= ep_cuda::MAX_RANKS).cloned()
+}
+
+/// Whether a problem without the restrictions of [`restrict_to_runtime`] has a runnable plan that leaves `reserved_memory` free.
+pub(super) fn is_runnable(unrestricted: &Problem) -> bool {
+    runnable_on(unrestricted.clone()).is_some_and(|price| price.fit == Fit::Fits)
+}
+
+/// The least number of stages, not below the present one, with which a problem has a runnable plan.
+pub(super) fn stages_that_run(unrestricted: &Problem) -> Option<usize> {
+    let now = unrestricted.options.pipeline_stages.unwrap_or(1);
+    spanning_stages(unrestricted).into_iter().filter(|&stages| stages >= now).find(|&stages| {
+        let mut problem = unrestricted.clone();
+        problem.options.pipeline_stages = Some(stages);
+        is_runnable(&problem)
+    })
 }
 
 /// The numbers of stages that a runnable plan can have: each stage has the same members of every datacenter, and its number of

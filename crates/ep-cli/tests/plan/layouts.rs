@@ -42,7 +42,7 @@ fn a_runnable_plan_has_the_layout_of_the_training_runtime() {
          ...; change --nodes, --gpus-per-node",
     ];
     run(&["plan", "--nodes=3", "--runnable"]).refused(2, &refused);
-    run(&["plan", "--nodes=32", "--runnable"]).refused(2, &["has 512 GPUs; possible: 256, 128, 64, ..."]);
+    run(&["plan", "--nodes=32", "--runnable"]).refused(2, &["has 512 GPUs; possible: `--set pipeline_stages=2` in a program with a pipeline, or other numbers of GPUs: 256, 128, 64, ..."]);
     run(&["plan", "--runnable", "--set=work=forward"]).refused(2, &["--runnable", "work=training"]);
 }
 
@@ -77,13 +77,13 @@ fn a_runnable_plan_may_have_stages_whose_ranks_the_file_lists() {
     // 96 GPUs do not divide 256 experts, but the 32 GPUs of one of three stages do.
     let uneven = ["plan", "--nodes=6", "--set=memory=8000GB", "--runnable"];
     run(&uneven)
-        .refused(2, &["must divide the 256 experts, and the cluster has 96 GPUs; possible: 64, 32, 16, ..."]);
+        .refused(2, &["must divide the 256 experts, and the cluster has 96 GPUs; possible: `--set pipeline_stages=3` in a program with a pipeline, or other numbers of GPUs: 64, 32, 16, ..."]);
     run(&[&uneven[..], &["--set=pipeline_stages=3"]].concat()).succeeded();
     run(&[&uneven[..], &["--set=pipeline_stages=2"]].concat()).refused(
         2,
         &[
             "the number of GPUs in each stage must divide",
-            "96 GPUs in 2 stages of 48; possible: 32, 16, 8, ...",
+            "96 GPUs in 2 stages of 48; possible: `--set pipeline_stages=3` in a program with a pipeline, or other numbers of GPUs: 32, 16, 8, ...",
         ],
     );
     for stages in ["3", "500"] {

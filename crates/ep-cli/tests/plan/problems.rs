@@ -84,14 +84,24 @@ fn a_cluster_that_is_too_small_names_larger_ones_with_a_plan() {
         .refused(2, &["With 26 nodes (208 GPUs), or "]);
 }
 
-/// What `--runnable` offers is runnable.
+/// What `--runnable` offers is runnable: a number of stages, nodes with a number of stages, and memory.
 #[test]
-fn a_runnable_layout_that_does_not_fit_offers_memory_for_one_that_runs() {
+fn a_runnable_layout_that_does_not_fit_offers_stages_and_memory_for_one_that_runs() {
     let options =
         ["plan", "--cluster=dgx-h100", "--nodes=16", "--uplink=20Gbit/s", "--round-trip=60ms", "--runnable"];
-    run(&options)
-        .refused(2, &["With 233 GB in each GPU, there is a plan that leaves `reserved_memory` free."]);
+    run(&options).refused(
+        2,
+        &["With `--set pipeline_stages=4`, or with 233 GB in each GPU, there is a plan that leaves `reserved_memory` free."],
+    );
     run(&[&options[..], &["--set=memory=233GB"]].concat()).succeeded();
+    run(&[&options[..], &["--set=pipeline_stages=4"]].concat()).succeeded();
+    let few = |nodes| [&options[..2], &options[3..], &[nodes]].concat();
+    run(&few("--nodes=4"))
+        .refused(2, &["With 16 nodes in each datacenter (256 GPUs) and `--set pipeline_stages=4`, or with "]);
+    // 32 GPUs in each of 7 stages divide the 256 experts, 224 do not.
+    run(&few("--nodes=14"))
+        .refused(2, &["possible: `--set pipeline_stages=7` in a program with a pipeline, or other numbers"]);
+    run(&[&few("--nodes=14")[..], &["--set=pipeline_stages=7"]].concat()).succeeded();
 }
 
 /// More stages are offered where a runnable layout has too many ranks, and they run.
