@@ -14,7 +14,7 @@ topk_idx = torch.rand(len(tokens), 8).topk(2).indices.to(buffer.device)  # in pl
 topk_weights = torch.full(topk_idx.shape, 0.5, device=buffer.device)
 
 received = buffer.dispatch_with_permute(tokens, topk_idx, topk_weights)  # rows of this rank's experts, expert by expert
-outputs = received.tokens * received.probs[:, None].bfloat16()  # in place of experts: the identity, weighted
+outputs = received.tokens * received.probs[:, None].bfloat16()  # in place of experts: each row times its weight
 combined = buffer.combine_with_unpermute(outputs, received.handle).tokens  # summed per token, on the token's rank
 
 if buffer.rank == 0:
