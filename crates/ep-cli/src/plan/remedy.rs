@@ -49,9 +49,8 @@ fn more_nodes_and_stages(unrestricted: &Problem, missing: f64) -> Option<String>
     const DOUBLINGS: u32 = 4;
     let level = unrestricted.cluster.levels.len().checked_sub(2)?;
     let now = unrestricted.cluster.levels[level].scaling_factor;
-    let factors =
-        (1..=DOUBLINGS).map(|doublings| 1usize << doublings).filter(|&factor| factor as f64 >= missing);
-    factors.into_iter().find_map(|factor| {
+    let factors = (1..=DOUBLINGS).map(|doublings| 1usize << doublings);
+    factors.filter(|&factor| factor as f64 >= missing).find_map(|factor| {
         let (larger, nodes) = with_nodes(unrestricted, level, now * factor);
         let stages = stages_that_run(&larger)?;
         let stages = match unrestricted.options.pipeline_stages.unwrap_or(1) == stages {
