@@ -13,7 +13,7 @@ use ep::{
 };
 use ep_rail::{Loopback, Paced, RankPlace, Segment, open_fabric_over, rail_of, registers_gpu_memory};
 
-use crate::driver::{Device, DeviceAddress, GPU_MEMORY_HINT, GRANULE, GpuDirect, Pinned};
+use crate::driver::{Device, DeviceAddress, GRANULE, GpuDirect, Pinned};
 use crate::fault::Report;
 use crate::lanes::{DeviceLanes, LaneCopies};
 use crate::params::{MAX_CHUNKS, RAIL_SECTIONS, Rails};
@@ -324,7 +324,7 @@ fn nics_reach_gpu_memory(
         Some(true) => {
             let engine = &options.engine;
             let what = format!("sending from the memory of GPU {} over {engine}", device.ordinal);
-            Err(EnvironmentError::new(what, problem, GPU_MEMORY_HINT).into())
+            Err(EnvironmentError::new(what, problem, GpuPart::HINT).into())
         }
         _ => Ok(false),
     }

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use ep::{EnvironmentError, Error, GpuPart, Limits, Result, Window};
 
 use crate::blob::{self, Blob};
-use crate::info::{self, Chosen, GPU_MEMORY_HINT, LOG_HINT, Memory};
+use crate::info::{self, Chosen, LOG_HINT, Memory};
 use crate::library::Library;
 use crate::nics::Bus;
 use crate::{Options, sys};
@@ -63,10 +63,18 @@ impl Drop for Object {
 /// The step that registers the memory of a GPU, as errors name it.
 const REGISTER_GPU: &str = "fi_mr_regattr of GPU memory";
 
+/// The object that a call of the library has opened, or the library's answer.
+fn opened(answer: isize, object: Option<Object>) -> std::result::Result<Object, isize> {
+    match object {
+        Some(object) if answer == 0 => Ok(object),
+        _ => Err(if answer == 0 { -sys::ENOSYS } else { answer }),
+    }
+}
+
 /// An open domain of a NIC. The fields are in the order in which they must be dropped.
 struct OpenDomain {
     domain: Object,
-    fabric: Object,
+    _fabric: Object,
 }
 
 impl OpenDomain {
@@ -74,10 +82,8 @@ impl OpenDomain {
     /// The step that failed, and the library's answer.
     fn new(library: &Library, info: &Chosen) -> std::result::Result<Self, (&'static str, isize)> {
         let (entry, none) = (info.entry(), ptr::null_mut());
-        let opened = |step, answer: c_int, object: Option<Object>| match object {
-            Some(object) if answer == 0 => Ok(object),
-            _ => Err((step, if answer == 0 { -sys::ENOSYS } else { answer as isize })),
-        };
+        let opened =
+            |step, answer: c_int, object| opened(answer as isize, object).map_err(|answer| (step, answer));
         let mut fabric = ptr::null_mut();
         // SAFETY: the attributes belong to the entry; the call stores one pointer.
         let answer = unsafe { (library.fabric)(entry.fabric_attr(), &mut fabric, none) };
@@ -87,7 +93,7 @@ impl OpenDomain {
         let open = unsafe { (*(*fabric).ops).domain }.ok_or(("fi_domain", -sys::ENOSYS))?;
         // SAFETY: as above, with an open fabric and the entry.
         let answer = unsafe { open(fabric, entry.as_ptr(), &mut domain, none) };
-        Ok(Self { domain: opened("fi_domain", answer, Object::new(domain))?, fabric: fabric_object })
+        Ok(Self { domain: opened("fi_domain", answer, Object::new(domain))?, _fabric: fabric_object })
     }
 }
 
@@ -121,10 +127,8 @@ unsafe fn register_gpu_part(
     };
     let mut region = ptr::null_mut::<sys::Mr>();
     // SAFETY: the attributes live during the call, which stores one pointer.
-    match unsafe { register(domain.as_ptr(), &attributes, 0, &mut region) } {
-        0 => Object::new(region).ok_or(-sys::ENOSYS),
-        answer => Err(answer as isize),
-    }
+    let answer = unsafe { register(domain.as_ptr(), &attributes, 0, &mut region) };
+    opened(answer as isize, Object::new(region))
 }
 
 /// Registers memory of a GPU, and ends the registration again. Returns why that is not possible.
@@ -272,8 +276,7 @@ pub(crate) struct Endpoint {
     endpoint: Object,
     addresses: Object,
     queue: Object,
-    _domain: Object,
-    _fabric: Object,
+    _domain: OpenDomain,
     contexts: Contexts,
     info: Chosen,
     library: Arc<Library>,
@@ -312,17 +315,15 @@ impl Endpoint {
         let failed = |step: &str, answer: isize| -> Error {
             let hint = match step {
                 "fi_mr_reg" => format!("raise the limit of locked memory (ulimit -l), or {}", limits.advice),
-                REGISTER_GPU => GPU_MEMORY_HINT.to_owned(),
+                REGISTER_GPU => GpuPart::HINT.to_owned(),
                 "fi_cq_open" => limits.advice.to_owned(),
                 _ => LOG_HINT.to_owned(),
             };
             EnvironmentError::new(&what, format!("{step}: {}", library.text(answer)), hint).into()
         };
         let ok = |step: &str, answer: isize| if answer == 0 { Ok(()) } else { Err(failed(step, answer)) };
-        let opened = |step: &str, answer: isize, object: Option<Object>| match object {
-            Some(object) if answer == 0 => Ok(object),
-            _ => Err(failed(step, if answer == 0 { -sys::ENOSYS } else { answer })),
-        };
+        let opened =
+            |step: &str, answer: isize, object| opened(answer, object).map_err(|answer| failed(step, answer));
         let missing = |step: &str| failed(step, -sys::ENOSYS);
         let (largest, mr_mode) = (entry.ep().max_msg_size, entry.domain().mr_mode);
         if largest < limits.put_bytes {
@@ -331,12 +332,8 @@ impl Endpoint {
             return Err(EnvironmentError::new(what, problem, limits.advice).into());
         }
         let none = ptr::null_mut();
-        let opened_domain =
-            OpenDomain::new(&library, &info).map_err(|(step, answer)| failed(step, answer))?;
-        // Dropped in the reverse order, if a later step fails.
-        let fabric_object = opened_domain.fabric;
-        let domain_object = opened_domain.domain;
-        let domain = domain_object.as_ptr::<sys::Domain>();
+        let open_domain = OpenDomain::new(&library, &info).map_err(|(step, answer)| failed(step, answer))?;
+        let domain = open_domain.domain.as_ptr::<sys::Domain>();
         // SAFETY: an open domain has this table.
         let ops = unsafe { &*(*domain).ops };
 
@@ -407,7 +404,7 @@ impl Endpoint {
         // SAFETY: an open domain has this table.
         let ops = unsafe { &*(*domain).mr };
         let access = sys::WRITE | sys::REMOTE_WRITE;
-        let of_domain = || domain_object.as_ptr::<sys::Fid>();
+        let of_domain = || open_domain.domain.as_ptr::<sys::Fid>();
         let register = ops.reg.ok_or_else(|| missing("fi_mr_reg"))?;
         let mut region = ptr::null_mut::<sys::Mr>();
         let (start, len) = (window.start().as_ptr(), window.len());
@@ -419,7 +416,7 @@ impl Endpoint {
             // Another key than that of the host memory, with as many bits.
             let key = if mr_mode & sys::MR_PROV_KEY == 0 { key ^ 1 } else { 0 };
             // SAFETY: as above.
-            let region = unsafe { register_gpu_part(&domain_object, part, key) };
+            let region = unsafe { register_gpu_part(&open_domain.domain, part, key) };
             let region = region.map_err(|answer| failed(REGISTER_GPU, answer))?;
             // The address belongs to the GPU: this process cannot access it.
             let start = ptr::with_exposed_provenance_mut::<u8>(part.address as usize);
@@ -445,8 +442,7 @@ impl Endpoint {
             endpoint,
             addresses,
             queue,
-            _domain: domain_object,
-            _fabric: fabric_object,
+            _domain: open_domain,
             contexts: Contexts::new(puts + receives),
             info,
             library: Arc::clone(&library),

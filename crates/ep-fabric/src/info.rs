@@ -4,14 +4,10 @@ use std::ffi::{CStr, CString, c_char};
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
 
-use ep::{CallerError, EnvironmentError, Result, TrafficClass};
+use ep::{CallerError, EnvironmentError, GpuPart, Result, TrafficClass};
 
 use crate::library::Library;
 use crate::{Options, Provider, sys};
-
-/// What to do where the memory of a GPU cannot be registered.
-pub(crate) const GPU_MEMORY_HINT: &str =
-    "set HYBRID_EP_TRANSPORT_GPU_MEMORY=0, which sends through host memory";
 
 /// What to do about an error of a provider.
 pub(crate) const LOG_HINT: &str = "see the provider's manual, fi_provider(7), or set FI_LOG_LEVEL=warn";
@@ -264,7 +260,7 @@ impl Chosen {
                 let what = what(library, options, nic);
                 if memory == Memory::OfGpus && Self::find(library, options, nic, Memory::OfHost)?.is_ok() {
                     let problem = "the provider does not register the memory of GPUs here (FI_HMEM)";
-                    return Err(EnvironmentError::new(what, problem, GPU_MEMORY_HINT).into());
+                    return Err(EnvironmentError::new(what, problem, GpuPart::HINT).into());
                 }
                 Err(not_offered(library, what, &names, &domains)?.into())
             }

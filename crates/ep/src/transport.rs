@@ -315,6 +315,11 @@ pub struct GpuPart {
     pub len: usize,
 }
 
+impl GpuPart {
+    /// The hint of errors where the network cannot access the memory of a GPU: what to do.
+    pub const HINT: &str = "set HYBRID_EP_TRANSPORT_GPU_MEMORY=0, which sends through host memory";
+}
+
 /// This rank's memory that an engine registers: peers' puts write to it, and this rank's puts read from it.
 ///
 /// A window is host memory. A part in the memory of a GPU may follow it: the offset of the first byte of that part is the

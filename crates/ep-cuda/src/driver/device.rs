@@ -3,7 +3,7 @@
 use std::sync::{Arc, Mutex};
 
 use cudarc::driver::sys;
-use ep::{EnvironmentError, Result};
+use ep::{EnvironmentError, GpuPart, Result};
 
 use super::idle::Look;
 use super::{check, failure, initialise};
@@ -146,7 +146,7 @@ impl Device {
         let scope = sys::CUflushGPUDirectRDMAWritesScope::CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TO_OWNER;
         // SAFETY: the call takes no pointer.
         let answer = unsafe { sys::cuFlushGPUDirectRDMAWrites(target, scope) };
-        check(answer, || format!("flushing what a NIC has written to GPU {}", self.ordinal), GPU_MEMORY_HINT)
+        check(answer, || format!("flushing what a NIC has written to GPU {}", self.ordinal), GpuPart::HINT)
     }
 
     /// The GPU's UUID.
@@ -176,10 +176,6 @@ impl Device {
         if matches!(answer, Ok(sys::CUresult::CUDA_SUCCESS)) { free } else { 0 }
     }
 }
-
-/// What to do where NICs cannot access the GPU's memory.
-pub(crate) const GPU_MEMORY_HINT: &str =
-    "set HYBRID_EP_TRANSPORT_GPU_MEMORY=0, which sends through host memory";
 
 /// How NICs access the memory of a GPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

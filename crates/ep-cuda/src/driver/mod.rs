@@ -14,7 +14,7 @@ use cudarc::driver::sys;
 use ep::{EnvironmentError, Result};
 
 pub(crate) use capture::{Capture, Relaxed};
-pub(crate) use device::{Device, GPU_MEMORY_HINT, GpuDirect, offers_fabric, pci_address};
+pub(crate) use device::{Device, GpuDirect, offers_fabric, pci_address};
 pub(crate) use idle::{DeviceMark, Look};
 pub(crate) use kernel::Kernel;
 pub(crate) use memory::{
