@@ -192,7 +192,7 @@ impl GroupsLayout {
     fn of(layout: &Layout, cluster: &Cluster) -> Result<Self, Failure> {
         Ok(Self {
             pipeline_stages: layout.stages(),
-            ep_groups_per_stage: layout.copies().iter().product(),
+            ep_groups_per_stage: layout.groups_per_stage(),
             tensor_parallel: layout.tensor_parallel,
             ep_groups: layout.ep_groups(&cluster.scaling_factors()).map_err(Failure::request)?,
         })
@@ -245,7 +245,7 @@ fn solve(wanted: &Wanted<'_>, problem: &Problem) -> Result<(Option<Shown>, Plan)
         Some(problem) => upgrades(problem, runnable_on),
         None => upgrades(problem, |larger| Some(planned(&larger)?.best().clone())),
     };
-    let head = if args.runnable { &plan.prices[index] } else { plan.best() };
+    let head = steps::head(&plan, index, args.runnable);
     let exact = exact_domains(problem, head);
     let instead = Instead::of(head, problem);
     let shown = Shown {

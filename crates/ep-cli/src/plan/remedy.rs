@@ -1,6 +1,7 @@
 //! Larger clusters that have a plan where memory does not suffice, found by planning.
 
 use ep_plan::PlanError;
+use ep_plan::cluster::LevelDescription;
 use ep_plan::step::Fit;
 
 use super::planned;
@@ -61,22 +62,27 @@ fn more_nodes_and_stages(unrestricted: &Problem, missing: f64) -> Option<String>
     })
 }
 
-/// The problem with `members` at a level, and their text. Unequal datacenters keep their proportions.
+/// Sets the number of members of a level. Unequal datacenters keep their proportions.
+pub(super) fn grow(level: &mut LevelDescription, members: usize) {
+    let now = level.scaling_factor;
+    let grown: Vec<usize> = level.site_members.iter().map(|&site| (site * members).div_ceil(now)).collect();
+    match grown.is_empty() {
+        true => level.scaling_factor = members,
+        false => level.set_members(&grown),
+    }
+}
+
+/// The problem with `members` at a level, and their text.
 fn with_nodes(problem: &Problem, level: usize, members: usize) -> (Problem, String) {
     let mut larger = problem.clone();
-    let nodes = &mut larger.cluster.levels[level];
-    let now = nodes.scaling_factor;
-    let grown: Vec<usize> = nodes.site_members.iter().map(|&site| (site * members).div_ceil(now)).collect();
-    match grown.is_empty() {
-        true => nodes.scaling_factor = members,
-        false => nodes.set_members(&grown),
-    }
+    grow(&mut larger.cluster.levels[level], members);
     let gpus = units::count(larger.cluster.gpus() as u64);
-    let each = match (level, grown.is_empty()) {
+    let sites = &larger.cluster.levels[level].site_members;
+    let each = match (level, sites.is_empty()) {
         (0, _) => format!("{members} nodes"),
         (_, true) => format!("{members} nodes in each datacenter"),
         (_, false) => {
-            let numbers: Vec<String> = grown.iter().map(usize::to_string).collect();
+            let numbers: Vec<String> = sites.iter().map(usize::to_string).collect();
             format!("{} nodes in the datacenters", numbers.join(", "))
         }
     };

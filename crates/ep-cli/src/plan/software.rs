@@ -25,7 +25,7 @@ impl Runtime {
         if price.layout.tensor_parallel > 1 || has_copies(price, problem) {
             return None;
         }
-        let one_group = groups_of_a_stage(price) == 1;
+        let one_group = price.layout.groups_per_stage() == 1;
         match price.candidate.expert_domain_size() {
             1 => Some(Self::Layers),
             _ if one_group && price.candidate.replicas_kept => Some(Self::Migration),
@@ -36,11 +36,7 @@ impl Runtime {
 
 /// Whether some experts of an EP group are on several of its GPUs.
 fn has_copies(price: &StepPrice, problem: &Problem) -> bool {
-    !problem.model.experts.is_multiple_of(price.layout.group_gpus())
-}
-
-fn groups_of_a_stage(price: &StepPrice) -> usize {
-    price.layout.copies().into_iter().product()
+    price.layout.replicates_experts(problem.model.experts)
 }
 
 /// Number of GPUs of a dispatch group, in which the operators run.
@@ -142,7 +138,7 @@ pub(super) fn lines(best: &StepPrice, problem: &Problem, instead: Option<&Instea
 
 /// How a program runs a layout that gathers no experts.
 fn layers(price: &StepPrice) -> String {
-    let (stages, groups) = (price.layout.stages(), groups_of_a_stage(price));
+    let (stages, groups) = (price.layout.stages(), price.layout.groups_per_stage());
     let program = if stages > 1 { "a training program with a pipeline" } else { "a training program" };
     let each = match (stages > 1, groups > 1) {
         (true, false) => " in the EP group of each stage",

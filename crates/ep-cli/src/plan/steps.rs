@@ -44,8 +44,13 @@ impl Shown {
     /// The plan that the report recommends, and with which it compares the others: the best one, or, with `--runnable`, the one
     /// that `--groups` writes.
     pub(super) fn head(&self) -> &StepPrice {
-        if self.runnable { self.price() } else { self.plan.best() }
+        head(&self.plan, self.index, self.runnable)
     }
+}
+
+/// As [`Shown::head`].
+pub(super) fn head(plan: &StepPlan, shown: usize, runnable: bool) -> &StepPrice {
+    if runnable { &plan.prices[shown] } else { plan.best() }
 }
 
 /// The name of a strategy.
@@ -472,7 +477,7 @@ pub(super) fn layout(price: &StepPrice, problem: &Problem) -> String {
         units::counted(layout.stages(), "stage") + &spans,
         format!("EP groups of {} {}", units::counted(layout.group_gpus(), "GPU"), sizes(&layout.group)),
     ];
-    let copies: usize = layout.copies().iter().product();
+    let copies = layout.groups_per_stage();
     if copies > 1 {
         parts.push(format!("{} per stage", units::counted(copies, "group")));
     }

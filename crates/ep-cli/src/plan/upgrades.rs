@@ -4,6 +4,7 @@ use ep_plan::cluster::ClusterDescription;
 use ep_plan::step::StepPrice;
 use serde::Serialize;
 
+use super::remedy::grow;
 use super::steps::described;
 use super::words::relation;
 use crate::common::units;
@@ -20,8 +21,7 @@ pub(super) struct Upgrade {
 }
 
 /// Plans the step with twice the bandwidth of each level between nodes, of each site's uplink if the uplinks differ, twice the
-/// nodes, and twice both. `best_on` is the plan to
-/// compare on a changed problem, if there is one.
+/// nodes, and twice both. `best_on` is the plan to compare on a changed problem, if there is one.
 pub(super) fn upgrades(problem: &Problem, best_on: impl Fn(Problem) -> Option<StepPrice>) -> Vec<Upgrade> {
     let levels = &problem.cluster.levels;
     // The links of the innermost level are part of a node.
@@ -77,8 +77,7 @@ impl Resource {
             Self::Nodes => {
                 let level = cluster.levels.len().saturating_sub(2);
                 let level = &mut cluster.levels[level];
-                level.scaling_factor *= 2;
-                level.site_members.iter_mut().for_each(|members| *members *= 2);
+                grow(level, 2 * level.scaling_factor);
             }
         }
     }

@@ -60,6 +60,16 @@ impl Layout {
         self.stage.iter().zip(&self.group).map(|(stage, group)| stage / group).collect()
     }
 
+    /// The number of EP groups of a stage.
+    pub fn groups_per_stage(&self) -> usize {
+        self.copies().iter().product()
+    }
+
+    /// Whether some of `experts` experts are on several GPUs of an EP group, because its GPUs do not divide them.
+    pub fn replicates_experts(&self, experts: usize) -> bool {
+        !experts.is_multiple_of(self.group_gpus())
+    }
+
     /// The GPUs of every EP group of every stage, each list ascending, which is the order of the group's ranks. `members` has
     /// the number of members of each level of the cluster. GPUs are numbered as in a [`Partition`], and so are the stages and
     /// the EP groups of a stage.
@@ -69,7 +79,7 @@ impl Layout {
     pub fn ep_groups(&self, members: &[usize]) -> Result<Vec<Vec<Vec<usize>>>> {
         let (stages, groups) =
             (Partition::new(members, &self.stage)?, Partition::new(&self.stage, &self.group)?);
-        let copies = self.copies().iter().product();
+        let copies = self.groups_per_stage();
         let mut found = vec![vec![Vec::new(); copies]; self.stages()];
         for gpu in 0..stages.gpus() {
             let (stage, place) = (stages.expert_domain_of(gpu)?, stages.dispatch_group_of(gpu)?);
@@ -221,7 +231,7 @@ mod tests {
             for layout in all {
                 let gpus = layout.stages() * layout.stage_gpus();
                 assert_eq!(gpus, 4 * 6 * 8, "{layout:?}");
-                let copies: usize = layout.copies().iter().product();
+                let copies = layout.groups_per_stage();
                 assert_eq!(copies * layout.group_gpus(), layout.stage_gpus(), "{layout:?}");
                 assert!(strategy == Strategy::Pipeline || (layout.group[0] > 1) == strategy.spans());
                 assert_eq!(layout.stages_across > 1, strategy == Strategy::Pipeline);

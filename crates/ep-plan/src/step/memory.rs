@@ -59,7 +59,7 @@ impl StepMemory {
         let in_smallest_site = |replicas: &[usize]| (parts * replicas[1..].iter().product::<usize>()) as f64;
         let copies = match apart {
             true => in_smallest_site(&layout.copies()),
-            false => layout.copies().iter().product::<usize>() as f64,
+            false => layout.groups_per_stage() as f64,
         };
         let shared =
             if options.weight_compression.has_shared_expert() { model.expert_bytes() } else { Bytes::ZERO };

@@ -294,8 +294,9 @@ impl StepPlanner {
         // equal keys.
         let near = prices.into_iter().filter(|price| price.step_time.0 <= least * (1.0 + SIMPLER));
         let experts = self.model.description().experts;
-        let copies = |price: &StepPrice| !experts.is_multiple_of(price.layout.group_gpus());
-        let chosen = near.min_by_key(|price| (copies(price), price.layout.group_levels().next().is_some()));
+        let chosen = near.min_by_key(|price| {
+            (price.layout.replicates_experts(experts), price.layout.group_levels().next().is_some())
+        });
         Ok((chosen, truncated))
     }
 
