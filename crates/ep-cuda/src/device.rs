@@ -29,6 +29,8 @@ pub(crate) enum KernelKey {
     WeightRows,
     /// Converts a top-k routing to a map and dense probabilities.
     Dense,
+    /// Copies the bytes of an emulated link.
+    LaneCopy,
 }
 
 macro_rules! headers {
@@ -111,6 +113,9 @@ impl KernelKey {
             keys.push(Self::pairs(views, shared_bytes));
         }
         keys.extend([Self::WeightRows, Self::Dense, Self::Spin]);
+        if rails {
+            keys.push(Self::LaneCopy);
+        }
         keys
     }
 
@@ -140,7 +145,7 @@ impl KernelKey {
     fn rails(self) -> bool {
         match self {
             Self::Preprocess { rails } | Self::Dispatch { rails, .. } | Self::Combine { rails, .. } => rails,
-            Self::WeightRows | Self::Dense | Self::Spin => false,
+            Self::WeightRows | Self::Dense | Self::Spin | Self::LaneCopy => false,
         }
     }
 
@@ -150,7 +155,11 @@ impl KernelKey {
         let rails = if self.rails() { ",rails" } else { "" };
         match self {
             Self::Preprocess { rails: true } => "rails".into(),
-            Self::Preprocess { rails: false } | Self::WeightRows | Self::Dense | Self::Spin => "-".into(),
+            Self::Preprocess { rails: false }
+            | Self::WeightRows
+            | Self::Dense
+            | Self::Spin
+            | Self::LaneCopy => "-".into(),
             Self::Dispatch { quantize, warps, .. } => {
                 format!("{},{warps} warps{rails}", if quantize { "quantize" } else { "copy" })
             }
@@ -174,6 +183,7 @@ impl KernelKey {
             Self::Combine { .. } => "combine",
             Self::WeightRows => "weight_rows",
             Self::Dense => "dense",
+            Self::LaneCopy => "lane_copy",
         }
     }
 
@@ -188,6 +198,7 @@ impl KernelKey {
             Self::Spin => include_str!("../device/spin.cu"),
             Self::WeightRows => include_str!("../device/weight_rows.cu"),
             Self::Dense => include_str!("../device/dense.cu"),
+            Self::LaneCopy => include_str!("../device/lane_copy.cu"),
             Self::Dispatch { quantize, warps, .. } => {
                 let payload = if quantize { "payload_quantize.cuh" } else { "payload_copy.cuh" };
                 let e4m3 = if arch.converts_to_e4m3() { "e4m3_cvt.cuh" } else { "e4m3_soft.cuh" };
@@ -223,7 +234,9 @@ mod tests {
 
     use super::*;
     use crate::jit::{Compiler, Jit, Resources};
-    use crate::params::{DENSE_THREADS, PREPROCESS_RAIL_THREADS, PREPROCESS_THREADS, WEIGHT_ROWS_THREADS};
+    use crate::params::{
+        DENSE_THREADS, LANE_COPY_THREADS, PREPROCESS_RAIL_THREADS, PREPROCESS_THREADS, WEIGHT_ROWS_THREADS,
+    };
 
     /// Registers of a multiprocessor.
     const REGISTERS: u32 = 64 << 10;
@@ -251,6 +264,7 @@ mod tests {
                 Self::Spin => 1,
                 Self::WeightRows => WEIGHT_ROWS_THREADS as u32,
                 Self::Dense => DENSE_THREADS as u32,
+                Self::LaneCopy => LANE_COPY_THREADS as u32,
                 Self::Dispatch { warps, .. } => 32 * warps,
                 Self::Combine { teams, .. } => teams.threads(),
             }
@@ -403,7 +417,7 @@ mod tests {
 
     #[test]
     fn all_contains_the_kernels_of_every_number_of_ranks() {
-        assert_eq!(KernelKey::all(AMPLE).len(), 18);
+        assert_eq!(KernelKey::all(AMPLE).len(), 19);
         for shared_bytes in Arch::ALL.into_iter().flat_map(Arch::shared_bytes).copied() {
             let all = KernelKey::all(shared_bytes);
             let twice = |key| all.iter().filter(|&other| other == key).count() > 1;
@@ -411,8 +425,10 @@ mod tests {
             for (ranks, rails) in
                 [1, 2, 8, 33, MAX_RANKS].into_iter().flat_map(|ranks| [(ranks, false), (ranks, true)])
             {
-                let of_one = |key: &KernelKey| {
-                    key.rails() == rails || matches!(key.name(), "weight_rows" | "dense" | "spin")
+                let of_one = |key: &KernelKey| match key {
+                    KernelKey::WeightRows | KernelKey::Dense | KernelKey::Spin => true,
+                    KernelKey::LaneCopy => rails,
+                    _ => key.rails() == rails,
                 };
                 let mut launched: Vec<_> = KernelKey::all(AMPLE).into_iter().filter(of_one).collect();
                 for key in &mut launched {

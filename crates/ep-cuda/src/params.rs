@@ -27,6 +27,10 @@ constants! { CONSTANTS:
     WEIGHT_ROWS_THREADS: usize = 256;
     /// Threads of a block of `dense`.
     DENSE_THREADS: usize = 256;
+    /// Threads of the block of `lane_copy`: one warp takes commands, one says which copies have ended, the others copy.
+    LANE_COPY_THREADS: usize = 18 * 32;
+    /// Words of 64 bits from one command of `lane_copy` to the next.
+    LANE_COMMAND_WORDS: usize = 8;
     /// Maximum number of ring stages of a block of dispatch: the size of its static array of barriers.
     MOST_STAGES: usize = 128;
     /// Words of a call that must be equal on all ranks: see src/call.rs.
@@ -577,6 +581,26 @@ structs! { STRUCTS:
         experts: u32,
         /// 1: `indices` is i64; 0: i32.
         wide: u32,
+    }
+
+    /// Parameters of lane_copy.
+    LaneCopyParams {
+        /// The ring of commands, in host memory: `[slots][LANE_COMMAND_WORDS]`. Each word has the command's number in its upper
+        /// half. The lower halves are, from the first word on: the source's address, its lower and its upper half; the
+        /// destination's address; the number of bytes.
+        commands: DeviceAddress as "const u64*",
+        /// Host memory: the number of the last copy that has ended.
+        ended: DeviceAddress as "u32*",
+        /// Host memory: the number of the last launch that takes no further commands.
+        left: DeviceAddress as "u32*",
+        /// The number of the first command. Numbers wrap around.
+        first: u32,
+        /// The number of this launch.
+        launch: u32,
+        /// A power of two.
+        slots: u32,
+        /// The launch ends when no command has come for this time.
+        patience_ns: u32,
     }
 
     /// Parameters of spin.

@@ -256,7 +256,7 @@ impl RankWindow {
             return Ok(Box::new(loopback));
         };
         let loopback = Arc::new(loopback);
-        let copies = LaneCopies::new(&self.device, rail, Arc::clone(&loopback), lanes)?;
+        let copies = LaneCopies::new(&self.device, rail, Arc::clone(&loopback), lanes, pace.copier())?;
         Ok(Box::new(Paced::with(loopback, copies, pace, SIGNALS)?))
     }
 

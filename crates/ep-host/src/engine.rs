@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use ep::{Config, Limits, Rank, Result, Unconnected, World};
+use ep::{CallerError, Config, Copier, Limits, Rank, Result, Unconnected, World};
 use ep_rail::{Loopback, Paced, RankPlace, open_fabric, rail_of};
 
 use crate::control::check_segment;
@@ -37,10 +37,16 @@ pub(crate) fn open(
     // reads a receive slot after the message's signal and before it posts the credit, and no other rank writes to that slot.
     // The rings lie in front of all slots.
     let loopback = unsafe { Loopback::new(rail, windows, signals)? };
-    Ok(match config.host.transport.pace()? {
-        Some(pace) if world.topology().domains() > 1 => Box::new(Paced::new(loopback, pace, signals)?),
-        _ => Box::new(loopback),
-    })
+    let Some(pace) = config.host.transport.pace()? else { return Ok(Box::new(loopback)) };
+    if pace.copier() == Copier::Kernel {
+        let (key, value) = ("HYBRID_EP_TRANSPORT", config.host.transport.engine.clone());
+        let problem = "only GPUs have a `kernel` that copies; leave this part out on the CPU backend".into();
+        return Err(CallerError::Config { key, value, problem }.into());
+    }
+    match world.topology().domains() {
+        1 => Ok(Box::new(loopback)),
+        _ => Ok(Box::new(Paced::new(loopback, pace, signals)?)),
+    }
 }
 
 #[cfg(test)]
@@ -60,6 +66,17 @@ mod tests {
             config.host.slots = slots;
             let buffers = HostBuffer::threads(&world, &config).unwrap();
             assert!(buffers.iter().all(|buffer| buffer.transport() == "loopback"));
+        }
+    }
+
+    #[test]
+    fn a_link_by_a_kernel_is_refused() {
+        for domains in [1, 2] {
+            let world = World::builder().ranks(2).domains(domains).experts(2).build().unwrap();
+            let mut config = Config::default();
+            config.host.transport.engine = "paced:25GB/s,5us,kernel".into();
+            let error = HostBuffer::threads(&world, &config).unwrap_err();
+            assert!(matches!(error, ep::Error::Caller(CallerError::Config { .. })), "{error}");
         }
     }
 }

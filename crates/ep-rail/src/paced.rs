@@ -39,6 +39,11 @@ pub trait Carry: Send + Sync + fmt::Debug + 'static {
     /// # Errors
     /// An environment error after which the engine delivers nothing more.
     fn has_ended(&self, copy: &Self::Copy) -> Result<bool>;
+
+    /// Maximum number of copies under way at a time.
+    fn most(&self) -> usize {
+        usize::MAX
+    }
 }
 
 /// Copies between windows in host memory. A copy ends before [`begin`](Carry::begin) returns.
@@ -121,7 +126,7 @@ impl<C: Carry> Paced<C> {
     /// [`EnvironmentError`] when the thread cannot be started.
     pub fn with(loopback: Arc<Loopback>, carry: C, pace: Pace, signals: usize) -> Result<Self> {
         let own = loopback.rail().own();
-        let most = signals.saturating_mul(loopback.rail().ranks().len());
+        let most = signals.saturating_mul(loopback.rail().ranks().len()).min(carry.most());
         let link = Link { free_at: Instant::now(), under_way: VecDeque::new(), failed: None, ended: false };
         let (link, changed) = (Mutex::new(link), Condvar::new());
         let shared = Arc::new(Shared { loopback, carry, pace, most, link, changed });

@@ -95,7 +95,7 @@ pub use error::{CallerError, EnvironmentError, Error, Operator, PeerError, PeerF
 pub use interrupt::Interrupt;
 pub use layout::{Counts, DispatchLayout, ReceiveShape};
 pub use numeric::ScaleFormat;
-pub use pace::Pace;
+pub use pace::{Copier, Pace};
 pub use routing::Routing;
 pub use size::Size;
 pub use tell::tell;

@@ -5,13 +5,25 @@ use std::time::Duration;
 
 /// A link that an engine emulates: how many bytes the link carries per second, and how long a byte takes to arrive.
 ///
-/// The text form is `25GB/s,5us`: bandwidth in `GB/s`, `MB/s`, `Gbit/s` or `Mbit/s`, latency in `us` or `ms`.
+/// The text form is `25GB/s,5us`: bandwidth in `GB/s`, `MB/s`, `Gbit/s` or `Mbit/s`, latency in `us` or `ms`. `25GB/s,5us,kernel`
+/// has [`Copier::Kernel`].
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Pace {
     /// Bytes per second in each direction.
     bytes_per_second: f64,
     /// Time from the last byte's departure to its arrival.
     latency: Duration,
+    copier: Copier,
+}
+
+/// What copies the bytes of an emulated link from the memory of one GPU to that of another, or inside one GPU.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Copier {
+    /// The CUDA driver, which is asked for each copy.
+    #[default]
+    Driver,
+    /// A kernel of each rank, which occupies a part of one SM while copies are asked for.
+    Kernel,
 }
 
 impl Pace {
@@ -32,6 +44,11 @@ impl Pace {
         self.latency
     }
 
+    /// What copies bytes between lanes in GPU memory.
+    pub fn copier(&self) -> Copier {
+        self.copier
+    }
+
     /// The time until `bytes` bytes have arrived at the other end of an idle link.
     pub fn delivery(&self, bytes: u64) -> Duration {
         self.transmission(bytes) + self.latency
@@ -43,8 +60,16 @@ impl FromStr for Pace {
 
     /// The error says which texts are valid.
     fn from_str(text: &str) -> Result<Self, String> {
-        let form = || "an emulated link has a bandwidth and a latency, such as 25GB/s,5us".to_string();
-        let (bandwidth, latency) = text.split_once(',').ok_or_else(form)?;
+        let form = || {
+            "an emulated link has a bandwidth and a latency, such as 25GB/s,5us, and may have `kernel` as its third part"
+                .to_string()
+        };
+        let parts: Vec<&str> = text.split(',').collect();
+        let (bandwidth, latency, copier) = match parts[..] {
+            [bandwidth, latency] => (bandwidth, latency, Copier::Driver),
+            [bandwidth, latency, copier] if copier.trim() == "kernel" => (bandwidth, latency, Copier::Kernel),
+            _ => return Err(form()),
+        };
         let bandwidths = [("GB/s", 1e9), ("MB/s", 1e6), ("Gbit/s", 1e9 / 8.0), ("Mbit/s", 1e6 / 8.0)];
         let bytes_per_second = with_unit(bandwidth, &bandwidths).ok_or_else(form)?;
         let seconds = with_unit(latency, &[("us", 1e-6), ("ms", 1e-3)]).ok_or_else(form)?;
@@ -55,7 +80,7 @@ impl FromStr for Pace {
         if !(0.0..=Self::LONGEST.as_secs_f64()).contains(&seconds) {
             return Err(format!("the latency must be from 0 to {} ms", Self::LONGEST.as_millis()));
         }
-        Ok(Self { bytes_per_second, latency: Duration::from_secs_f64(seconds) })
+        Ok(Self { bytes_per_second, latency: Duration::from_secs_f64(seconds), copier })
     }
 }
 
@@ -84,6 +109,9 @@ mod tests {
             let pace: Pace = text.parse().unwrap();
             assert_eq!((pace.transmission(bytes), pace.latency()), (transmission, latency), "{text}");
             assert_eq!(pace.delivery(bytes), transmission + latency);
+            assert_eq!(pace.copier(), Copier::Driver);
+            let by_kernel: Pace = format!("{text}, kernel").parse().unwrap();
+            assert_eq!(by_kernel, Pace { copier: Copier::Kernel, ..pace });
         }
     }
 
@@ -95,7 +123,8 @@ mod tests {
             ("25,5us", "such as 25GB/s,5us"),
             ("GB/s,5us", "such as 25GB/s,5us"),
             ("25GB/s,5s", "such as 25GB/s,5us"),
-            ("25GB/s,5us,1", "such as 25GB/s,5us"),
+            ("25GB/s,5us,1", "`kernel` as its third part"),
+            ("25GB/s,5us,kernel,1", "`kernel` as its third part"),
             ("0GB/s,5us", "from 0.1 MB/s to 10000 GB/s"),
             ("-1GB/s,5us", "from 0.1 MB/s to 10000 GB/s"),
             ("NaNGB/s,5us", "from 0.1 MB/s to 10000 GB/s"),

@@ -29,6 +29,10 @@ constexpr u32 PREPROCESS_RAIL_THREADS = 512;
 constexpr u32 WEIGHT_ROWS_THREADS = 256;
 // Threads of a block of `dense`.
 constexpr u32 DENSE_THREADS = 256;
+// Threads of the block of `lane_copy`: one warp takes commands, one says which copies have ended, the others copy.
+constexpr u32 LANE_COPY_THREADS = 576;
+// Words of 64 bits from one command of `lane_copy` to the next.
+constexpr u32 LANE_COMMAND_WORDS = 8;
 // Maximum number of ring stages of a block of dispatch: the size of its static array of barriers.
 constexpr u32 MOST_STAGES = 128;
 // Words of a call that must be equal on all ranks: see src/call.rs.
@@ -571,6 +575,26 @@ struct DenseParams {
     u32 wide;
 };
 
+// Parameters of lane_copy.
+struct LaneCopyParams {
+    // The ring of commands, in host memory: `[slots][LANE_COMMAND_WORDS]`. Each word has the command's number in its upper
+    // half. The lower halves are, from the first word on: the source's address, its lower and its upper half; the
+    // destination's address; the number of bytes.
+    const u64* commands;
+    // Host memory: the number of the last copy that has ended.
+    u32* ended;
+    // Host memory: the number of the last launch that takes no further commands.
+    u32* left;
+    // The number of the first command. Numbers wrap around.
+    u32 first;
+    // The number of this launch.
+    u32 launch;
+    // A power of two.
+    u32 slots;
+    // The launch ends when no command has come for this time.
+    u32 patience_ns;
+};
+
 // Parameters of spin.
 struct SpinParams {
     u64 nanoseconds;
@@ -868,5 +892,13 @@ static_assert(OFFSET_OF(DenseParams, k) == 36);
 static_assert(OFFSET_OF(DenseParams, experts) == 40);
 static_assert(OFFSET_OF(DenseParams, wide) == 44);
 static_assert(sizeof(DenseParams) == 48);
+static_assert(OFFSET_OF(LaneCopyParams, commands) == 0);
+static_assert(OFFSET_OF(LaneCopyParams, ended) == 8);
+static_assert(OFFSET_OF(LaneCopyParams, left) == 16);
+static_assert(OFFSET_OF(LaneCopyParams, first) == 24);
+static_assert(OFFSET_OF(LaneCopyParams, launch) == 28);
+static_assert(OFFSET_OF(LaneCopyParams, slots) == 32);
+static_assert(OFFSET_OF(LaneCopyParams, patience_ns) == 36);
+static_assert(sizeof(LaneCopyParams) == 40);
 static_assert(OFFSET_OF(SpinParams, nanoseconds) == 0);
 static_assert(sizeof(SpinParams) == 8);

@@ -279,6 +279,15 @@ impl Mapped {
     pub(crate) fn address(&self) -> DeviceAddress {
         self.address
     }
+
+    /// Stores the words `at` and `at + 1` with one write. A kernel that loads both at once with acquire order sees both, and
+    /// all words that were stored before them. `at` is even.
+    pub(crate) fn write_pair(&self, at: usize, low: u32, high: u32) {
+        assert!(at + 1 < self.len && at.is_multiple_of(2), "inside the memory");
+        fence(Ordering::Release);
+        // SAFETY: inside the memory, which begins at a page; the GPU reads the two words as one.
+        unsafe { self.words.add(at).cast::<u64>().write_volatile(u64::from(high) << 32 | u64::from(low)) }
+    }
 }
 
 /// Words of host memory that kernels access.

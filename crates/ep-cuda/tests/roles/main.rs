@@ -12,7 +12,7 @@ mod record;
 mod script;
 
 use std::ops::Range;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
@@ -22,12 +22,12 @@ use script::Script;
 
 fn plain() -> &'static Program {
     static PROGRAM: OnceLock<Program> = OnceLock::new();
-    PROGRAM.get_or_init(|| Program::build(false))
+    PROGRAM.get_or_init(|| Program::of_operators(false))
 }
 
 fn sanitized() -> &'static Program {
     static PROGRAM: OnceLock<Program> = OnceLock::new();
-    PROGRAM.get_or_init(|| Program::build(true))
+    PROGRAM.get_or_init(|| Program::of_operators(true))
 }
 
 /// The files of all cases.
@@ -157,6 +157,28 @@ fn every_order_and_wait_that_is_left_out_is_detected() {
     missed.extend(on_all_cores(&releases, |site| (!notices(site, "steps-Bulk")).then(|| site.clone())));
     let missed: Vec<String> = missed.into_iter().flatten().collect();
     assert!(missed.is_empty(), "no test detected that these were left out: {missed:?}");
+}
+
+/// The kernel that copies the bytes of an emulated link, and the host that commands it.
+#[test]
+fn lane_copies_equal_their_commands_and_have_no_race() {
+    let [plain, sanitized] = [false, true].map(Program::of_lane_copies);
+    let run = |program: &Program, seed, change| program.run(Path::new("-"), seed, change);
+    let mut relaunches = 0;
+    for (program, seeds) in [(&plain, 30), (&sanitized, 4)] {
+        for seed in 0..seeds {
+            match run(program, seed, None) {
+                Outcome::Equal(said) => relaunches += usize::from(!said.contains("launches: 1\n")),
+                outcome => panic!("seed {seed}: {outcome}"),
+            }
+        }
+    }
+    assert!(relaunches > 0, "the kernel never left between two commands");
+    let missed: Vec<_> = ["st_release_sys", "ld_acquire_sys", "syncwarp", "syncthreads", "mbarrier_try_wait"]
+        .into_iter()
+        .filter(|order| matches!(run(&sanitized, 1, Some(order)), Outcome::Equal(_)))
+        .collect();
+    assert!(missed.is_empty(), "the test did not detect that these were left out: {missed:?}");
 }
 
 /// Leaves out each order and wait of the kernels in turn, and prints those whose absence no test detects.

@@ -58,17 +58,27 @@ impl fmt::Display for Outcome {
 }
 
 impl Program {
-    /// Builds the program; with `sanitize`, with ThreadSanitizer.
-    pub(crate) fn build(sanitize: bool) -> Self {
-        let name = if sanitize { "roles-tsan" } else { "roles" };
-        let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
+    /// The operators, which run cases; with `sanitize`, built with ThreadSanitizer.
+    pub(crate) fn of_operators(sanitize: bool) -> Self {
+        Self::build("roles", units(), sanitize)
+    }
+
+    /// `lane_copy` with a host, which has one case.
+    pub(crate) fn of_lane_copies(sanitize: bool) -> Self {
+        let test = unit("lane_copy", "lane_copy.cpp", true, Vec::new());
+        Self::build("lane-copy", machine().into_iter().chain([test]).collect(), sanitize)
+    }
+
+    fn build(name: &str, units: Vec<Unit>, sanitize: bool) -> Self {
+        let folder = if sanitize { format!("{name}-tsan") } else { name.into() };
+        let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(folder);
         let crate_folder = Path::new(env!("CARGO_MANIFEST_DIR"));
         copy_tree(&crate_folder.join("device"), &folder.join("device"));
         let sources = crate_folder.join("tests/roles/cpu");
         let state = state_of(&[&crate_folder.join("device"), &sources]);
         fs::copy(sources.join("ptx.cuh"), folder.join("device/common/ptx.cuh")).unwrap();
 
-        let units = Mutex::new(units());
+        let units = Mutex::new(units);
         let objects: Vec<String> = lock(&units).iter().map(|unit| unit.object.clone()).collect();
         let next = || lock(&units).pop();
         let compile = || {
@@ -81,7 +91,7 @@ impl Program {
                 scope.spawn(compile);
             }
         });
-        let path = folder.join("roles");
+        let path = folder.join(name);
         let mut link = compiler();
         link.current_dir(&folder).args(&objects).arg("-o").arg(&path).arg("-pthread");
         if sanitize {
@@ -91,7 +101,7 @@ impl Program {
         Self { path }
     }
 
-    /// Runs a case with a seed. `change`: the order or wait to leave out.
+    /// Runs a case with a seed; programs with one case ignore `case`. `change`: the order or wait to leave out.
     pub(crate) fn run(&self, case: &Path, seed: u64, change: Option<&str>) -> Outcome {
         let run = |command: &mut Command| {
             let options = format!("halt_on_error=1 exitcode={RACE} history_size=3 atexit_sleep_ms=0");
@@ -125,21 +135,22 @@ impl Program {
     }
 }
 
-/// The machine, and every kernel in every variant that runs on a CPU: all except those that convert to FP8 by the
+fn unit(name: &str, source: &'static str, seen: bool, defines: Vec<(&'static str, String)>) -> Unit {
+    Unit { object: format!("{}.o", name.replace(' ', "-")), source, seen, defines }
+}
+
+/// The machine that simulates GPUs.
+fn machine() -> [Unit; 2] {
+    [("machine", "machine.cpp"), ("engine", "engine.cpp")]
+        .map(|(name, source)| unit(name, source, false, Vec::new()))
+}
+
+/// The machine, and every operator in every variant that runs on a CPU: all except those that convert to FP8 by the
 /// instruction.
 fn units() -> Vec<Unit> {
     let quoted = |text: &str| format!("\"{text}\"");
-    let unit = |name: &str, source, seen, defines| Unit {
-        object: format!("{}.o", name.replace(' ', "-")),
-        source,
-        seen,
-        defines,
-    };
-    let mut units = vec![
-        unit("machine", "machine.cpp", false, Vec::new()),
-        unit("engine", "engine.cpp", false, Vec::new()),
-        unit("main", "main.cpp", true, Vec::new()),
-    ];
+    let mut units = Vec::from(machine());
+    units.push(unit("main", "main.cpp", true, Vec::new()));
     let mut kernel = |name: String, source, defines: Vec<(&'static str, String)>| {
         // Kernels are `extern "C"`, so each variant needs its own name.
         let (operator, _) = name.split_once(' ').unwrap_or((&name, ""));

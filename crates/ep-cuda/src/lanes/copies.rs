@@ -1,26 +1,16 @@
-//! Rail lanes in GPU memory, and an emulated link between them.
-//!
-//! NICs access the lanes in GPU memory if the provider and the GPU support that (`rails.rs` decides).
-//!
-//! With the engine `paced`, the lanes of a rank are in the memory of its GPU, as for a NIC with
-//! GPUDirect RDMA; plans, flags and states stay in host memory. A put of a lane is a copy by the driver from one lane to
-//! the other, in a stream of the sending rank.
-//!
-//! If both ranks share a GPU, the driver copies with a kernel, which needs a free multiprocessor: on an H100, such copies
-//! waited while other kernels occupied all multiprocessors. So the kernels of ranks that share a GPU must leave some
-//! multiprocessors free.
+//! The copies of an emulated link between lanes in GPU memory.
 
-use std::ops::Range;
+use std::fmt::Debug;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use ep::{CallerError, Put, Rail, Result};
+use ep::{CallerError, Copier, Put, Rail, Rank, Result};
 use ep_rail::{Carry, Loopback};
 
-use crate::driver::{
-    Chunk, Device, DeviceAddress, Event, GRANULE, HostWords, Look, Mapped, Relaxed, Reservation, Sharing,
-    Stream,
-};
+use super::DeviceLanes;
+use super::driver::ByDriver;
+use super::kernel::ByKernel;
+use crate::driver::{Device, DeviceAddress, Event, HostWords, Look, Mapped, Relaxed, Stream};
 use crate::reaper::{self, Job, Lost};
 
 /// How long the copies of a dropped engine may take before the lanes are given up.
@@ -29,71 +19,29 @@ const PATIENCE: Duration = Duration::from_secs(10);
 /// this time.
 const LATE: Duration = Duration::from_millis(100);
 
-/// The lanes of a rank, in the memory of its GPU.
-#[derive(Debug)]
-pub(crate) struct DeviceLanes {
-    memory: Reservation,
-    /// The offsets in the rail window that these lanes have.
-    offsets: Range<usize>,
+/// What copies from lane to lane. Copies end in the order in which they begin, and are numbered in this order; numbers
+/// wrap around.
+pub(super) trait LaneCopier: Debug + Send {
+    /// Begins a copy, which is executed by work of the stream. The caller has checked both ranges.
+    fn begin(&mut self, stream: &Stream, copy: &Ranges) -> Result<()>;
+
+    /// Makes sure that what was begun goes on.
+    fn go_on(&mut self, stream: &Stream) -> Result<()>;
+
+    /// Maximum number of copies under way.
+    fn most(&self) -> usize;
 }
 
-impl DeviceLanes {
-    /// Allocates the lanes, all zero, with access for the GPUs `devices`.
-    pub(crate) fn new(device: &Arc<Device>, devices: &[usize], offsets: Range<usize>) -> Result<Self> {
-        let bytes = offsets.len().next_multiple_of(GRANULE);
-        Self::in_chunk(device, devices, Chunk::new(device, bytes, Sharing::Machine)?, offsets)
-    }
-
-    /// Allocates the lanes, all zero, with access for NICs and for the GPU itself.
-    pub(crate) fn for_nics(device: &Arc<Device>, offsets: Range<usize>) -> Result<Self> {
-        let bytes = offsets.len().next_multiple_of(GRANULE);
-        Self::in_chunk(device, &[device.ordinal], Chunk::for_nics(device, bytes)?, offsets)
-    }
-
-    fn in_chunk(
-        device: &Arc<Device>,
-        devices: &[usize],
-        chunk: Chunk,
-        offsets: Range<usize>,
-    ) -> Result<Self> {
-        let bytes = chunk.bytes;
-        let mut memory = Reservation::new(device)?;
-        memory.push(chunk, devices)?;
-        let stream = Stream::new(device)?;
-        stream.zero(memory.address, bytes)?;
-        stream.synchronize()?;
-        Ok(Self { memory, offsets })
-    }
-
-    /// The address of the first lane.
-    pub(crate) fn address(&self) -> DeviceAddress {
-        self.memory.address
-    }
-
-    /// Bytes of all lanes.
-    pub(crate) fn bytes(&self) -> usize {
-        self.offsets.len()
-    }
-
-    /// The address of `len` bytes at an offset of the rail window.
-    fn at(&self, what: &'static str, offset: usize, len: usize) -> Result<DeviceAddress> {
-        match offset.checked_add(len) {
-            Some(end) if self.offsets.start <= offset && end <= self.offsets.end => {
-                Ok(self.address() + (offset - self.offsets.start) as DeviceAddress)
-            }
-            _ => {
-                let (expected, found) = (self.offsets.end, offset.saturating_add(len));
-                Err(CallerError::Shape { what, expected, found, unit: "bytes" }.into())
-            }
-        }
-    }
+/// A copy's number and memory.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Ranges {
+    pub(super) number: u32,
+    pub(super) from: DeviceAddress,
+    pub(super) to: DeviceAddress,
+    pub(super) bytes: u32,
 }
 
 /// Executes the puts of a rank whose lanes, like those of its rail peers, are in GPU memory.
-///
-/// After each copy, the stream stores the copy's number to host memory. To ask the driver for an event of each copy would
-/// take a lock that the calls of the next copies need: with four ranks on a GPU a put then took 68 us of the proxy's time
-/// (docs/lab/044).
 #[derive(Debug)]
 pub(crate) struct LaneCopies {
     rail: Rail,
@@ -103,22 +51,24 @@ pub(crate) struct LaneCopies {
     copying: Mutex<Option<Copying>>,
     /// One word: the number of the last copy that has ended.
     ended: Arc<Mapped>,
+    most: usize,
 }
 
 /// The stream of the copies, and the memory that they access.
 #[derive(Debug)]
 struct Copying {
-    rank: ep::Rank,
+    rank: Rank,
     device: Arc<Device>,
+    /// Dropped before what its work accesses.
     stream: Stream,
+    copier: Box<dyn LaneCopier>,
     /// Recorded after the last copy; `None` before the engine is dropped.
     last: Option<Event>,
     /// By domain.
     lanes: Vec<Arc<DeviceLanes>>,
     /// This rank's domain.
     own: usize,
-    ended: Arc<Mapped>,
-    /// The number of the last copy that has begun. Numbers wrap around.
+    /// The number of the last copy that has begun.
     begun: u32,
     /// When to ask the driver about a copy that is late.
     ask_at: Instant,
@@ -138,20 +88,26 @@ impl LaneCopies {
         rail: Rail,
         loopback: Arc<Loopback>,
         lanes: Vec<Arc<DeviceLanes>>,
+        copier: Copier,
     ) -> Result<Self> {
         let ended = Arc::new(Mapped::new(device, 1)?);
+        let copier: Box<dyn LaneCopier> = match copier {
+            Copier::Driver => Box::new(ByDriver::new(&ended)),
+            Copier::Kernel => Box::new(ByKernel::new(device, &ended)?),
+        };
+        let most = copier.most();
         let copying = Copying {
             rank: rail.own(),
             device: Arc::clone(device),
             stream: Stream::new(device)?,
+            copier,
             last: None,
             lanes,
             own: rail.own_index(),
-            ended: Arc::clone(&ended),
             begun: 0,
             ask_at: Instant::now(),
         };
-        Ok(Self { rail, loopback, copying: Mutex::new(Some(copying)), ended })
+        Ok(Self { rail, loopback, copying: Mutex::new(Some(copying)), ended, most })
     }
 
     fn lock(&self) -> MutexGuard<'_, Option<Copying>> {
@@ -168,17 +124,18 @@ impl Carry for LaneCopies {
     fn begin(&self, put: &Put) -> Result<Option<LaneCopy>> {
         let (own, peer) = (self.rail.own_index(), self.rail.peer_index(put.peer)?);
         let mut copying = self.lock();
-        let Copying { stream, lanes, ended, begun, .. } = copying.as_mut().expect(LIVES);
-        if put.len == 0 || put.source < lanes[own].offsets.start {
+        let Copying { stream, copier, lanes, begun, .. } = copying.as_mut().expect(LIVES);
+        if put.len == 0 || !lanes[own].contains(put.source) {
             return self.loopback.copy(put).map(|()| None);
         }
         let from = lanes[own].at("source of a put", put.source, put.len)?;
         let to = lanes[peer].at("destination of a put", put.destination, put.len)?;
-        // Another thread may be capturing a graph.
-        let _relaxed = Relaxed::new();
-        stream.copy(from, to, put.len)?;
+        let bytes = u32::try_from(put.len).map_err(|_| {
+            let (what, expected) = ("a put", u32::MAX as usize);
+            CallerError::Shape { what, expected, found: put.len, unit: "bytes" }
+        })?;
         let number = begun.wrapping_add(1);
-        stream.store(ended.address(), number)?;
+        copier.begin(stream, &Ranges { number, from, to, bytes })?;
         *begun = number;
         Ok(Some(LaneCopy { number, begun: Instant::now() }))
     }
@@ -191,18 +148,20 @@ impl Carry for LaneCopies {
         if is_reached(self.ended.read(0), *number) {
             return Ok(true);
         }
-        let now = Instant::now();
-        if now < *begun + LATE {
-            return Ok(false);
-        }
         let mut copying = self.lock();
-        let Copying { stream, ask_at, .. } = copying.as_mut().expect(LIVES);
-        if now < *ask_at {
+        let Copying { stream, copier, ask_at, .. } = copying.as_mut().expect(LIVES);
+        copier.go_on(stream)?;
+        let now = Instant::now();
+        if now < (*begun + LATE).max(*ask_at) {
             return Ok(false);
         }
         *ask_at = now + LATE;
         let _relaxed = Relaxed::new();
-        stream.is_done()
+        stream.is_done().map(|_| false)
+    }
+
+    fn most(&self) -> usize {
+        self.most
     }
 }
 
