@@ -111,7 +111,8 @@ __device__ inline void copy_parts(Slots& slots, u32 copier, u32 copiers) {
         if (part.bytes == 0) return;
         const u64 ends = reinterpret_cast<u64>(part.from) | reinterpret_cast<u64>(part.to) | part.bytes;
         if (ends % sizeof(uint4) == 0) copy_vectors<uint4>(part, copier, copiers);
-        else copy_vectors<u32>(part, copier, copiers);
+        else if (ends % sizeof(u32) == 0) copy_vectors<u32>(part, copier, copiers);
+        else copy_vectors<u8>(part, copier, copiers);
         __syncwarp();
         if (lane_id() == 0) mbarrier_arrive(shared_address(&slots.copied[slot]));
     }

@@ -15,7 +15,7 @@
 //! | `call` | the arguments that must be equal on all ranks, and errors that name a difference |
 //! | `rail` | the layout of windows between NVLink domains, and the proxy thread that moves their bytes; calls no driver |
 //! | `rails` | a rank's rails: its pinned window, its engine and its proxy |
-//! | `lanes` | lanes in GPU memory, for emulated links |
+//! | `lanes` | lanes in GPU memory, and the copies of emulated links |
 //! | `beat` | heartbeats of ranks that are processes |
 //! | `wait` | interruptible waits for the GPU |
 //! | `fault` | converts a kernel's fault report to an error that names the rank at fault |

@@ -326,6 +326,13 @@ structs! { STRUCTS:
         per: u32,
     }
 
+    /// Rows and copies of all units of a plan up to and including one.
+    #[derive(Default, bytemuck::Zeroable, bytemuck::Pod)]
+    UnitEnd {
+        rows: u32,
+        copies: u32,
+    }
+
     /// What an operator sends to one other domain; see docs/cuda-rails.md.
     #[derive(bytemuck::Zeroable, bytemuck::Pod)]
     RailPlan {
@@ -345,9 +352,8 @@ structs! { STRUCTS:
         reserved: u32,
         /// Written last, with release order.
         epoch: u32,
-        /// Rows and copies of all units up to and including this one.
-        row_end: [u32; MAX_CHUNKS],
-        copy_end: [u32; MAX_CHUNKS],
+        /// By unit. They are last, so that the proxy sends a plan without the places of units that it does not have.
+        ends: [UnitEnd; MAX_CHUNKS],
     }
 
     /// What a rank's proxy tells the rank's kernels about one rail peer.

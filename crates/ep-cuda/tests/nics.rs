@@ -3,8 +3,9 @@
 #![cfg(target_os = "linux")]
 #![allow(clippy::unwrap_used)] // in helpers of tests
 
+use std::collections::BTreeMap;
 use std::ffi::c_void;
-use std::sync::OnceLock;
+use std::sync::{Mutex, PoisonError};
 
 use cudarc::driver::sys;
 use ep::conformance::{Prepared, suite};
@@ -12,8 +13,8 @@ use ep::{Backend as _, Config, World};
 use ep_cuda::CudaBuffer;
 use ep_fabric_fake::{Fake, Settings, sys as fabric};
 
-/// The stream of all copies: the fake makes one at a time. A stream for each thread would be too many for the driver, which would
-/// let copies wait for kernels that wait for them.
+/// The stream of all copies of a GPU: the fake makes one at a time. A stream for each thread would be too many for the driver,
+/// which would let copies wait for kernels that wait for them.
 struct Copies {
     context: sys::CUcontext,
     stream: sys::CUstream,
@@ -21,41 +22,52 @@ struct Copies {
 
 // SAFETY: handles of the driver, which any thread may use.
 unsafe impl Send for Copies {}
-// SAFETY: as above.
-unsafe impl Sync for Copies {}
 
 impl Copies {
-    fn new() -> Self {
+    fn new(gpu: i32) -> Self {
         let (mut context, mut stream) = (std::ptr::null_mut(), std::ptr::null_mut());
         let flags = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
-        // SAFETY: each call stores one handle. The backend has initialised the driver, and GPU 0 exists.
+        // SAFETY: each call stores one handle. The backend has initialised the driver and uses this GPU.
         unsafe {
-            assert_eq!(sys::cuDevicePrimaryCtxRetain(&mut context, 0), sys::CUresult::CUDA_SUCCESS);
+            assert_eq!(sys::cuDevicePrimaryCtxRetain(&mut context, gpu), sys::CUresult::CUDA_SUCCESS);
             assert_eq!(sys::cuCtxSetCurrent(context), sys::CUresult::CUDA_SUCCESS);
             assert_eq!(sys::cuStreamCreate(&mut stream, flags), sys::CUresult::CUDA_SUCCESS);
         }
         Self { context, stream }
     }
 
-    /// By way of host memory: a copy inside a GPU would need a multiprocessor, which kernels that wait may occupy.
     fn copy(&self, to: u64, from: u64, len: usize) {
-        // SAFETY: the context is retained.
-        assert_eq!(unsafe { sys::cuCtxSetCurrent(self.context) }, sys::CUresult::CUDA_SUCCESS);
-        let mut bytes = vec![0u8; len];
-        let host = bytes.as_mut_ptr() as u64;
-        for (to, from) in [(host, from), (to, host)] {
-            // SAFETY: the ranges are registered windows, or the buffer above. All memory has one address space.
-            let answer = unsafe { sys::cuMemcpyAsync(to, from, len, self.stream) };
-            assert_eq!(answer, sys::CUresult::CUDA_SUCCESS);
-        }
-        // SAFETY: the stream is never destroyed.
-        assert_eq!(unsafe { sys::cuStreamSynchronize(self.stream) }, sys::CUresult::CUDA_SUCCESS);
+        // SAFETY: the context is retained, and the stream is never destroyed. The ranges are a registered window of this GPU
+        // and a buffer in host memory. All memory has one address space.
+        let answers = unsafe {
+            [
+                sys::cuCtxSetCurrent(self.context),
+                sys::cuMemcpyAsync(to, from, len, self.stream),
+                sys::cuStreamSynchronize(self.stream),
+            ]
+        };
+        assert_eq!(answers, [sys::CUresult::CUDA_SUCCESS; 3]);
     }
 }
 
+/// The GPU whose memory contains the address; 0 for memory of the host that the driver does not know.
+fn gpu_of(address: u64) -> i32 {
+    let mut gpu = 0i32;
+    let which = sys::CUpointer_attribute::CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL;
+    // SAFETY: stores one number.
+    let answer = unsafe { sys::cuPointerGetAttribute(std::ptr::from_mut(&mut gpu).cast(), which, address) };
+    if answer == sys::CUresult::CUDA_SUCCESS { gpu } else { 0 }
+}
+
+/// Copies by way of host memory: a copy inside a GPU would need a multiprocessor, which kernels that wait may occupy.
 extern "C" fn copy(to: *mut c_void, from: *const c_void, len: usize) {
-    static COPIES: OnceLock<Copies> = OnceLock::new();
-    COPIES.get_or_init(Copies::new).copy(to as u64, from as u64, len);
+    static OF_GPUS: Mutex<BTreeMap<i32, Copies>> = Mutex::new(BTreeMap::new());
+    let mut bytes = vec![0u8; len];
+    let host = bytes.as_mut_ptr() as u64;
+    for (to, from, gpu) in [(host, from as u64, gpu_of(from as u64)), (to as u64, host, gpu_of(to as u64))] {
+        let mut of_gpus = OF_GPUS.lock().unwrap_or_else(PoisonError::into_inner);
+        of_gpus.entry(gpu).or_insert_with(|| Copies::new(gpu)).copy(to, from, len);
+    }
 }
 
 fn config(fake: &Fake, gpu_memory: Option<bool>) -> Config {

@@ -122,8 +122,8 @@ impl Rail {
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct TransportOptions {
-    /// `loopback`; `paced:` with a [`Pace`], such as `paced:25GB/s,5us`; or a provider of libfabric: `tcp`, `shm`, or
-    /// another one by its name. Default `loopback`. `HYBRID_EP_TRANSPORT`.
+    /// `loopback`; `paced:` with a [`Pace`], such as `paced:25GB/s,5us`, on GPUs also `paced:25GB/s,5us,kernel`; or a provider
+    /// of libfabric: `tcp`, `shm`, or another one by its name. Default `loopback`. `HYBRID_EP_TRANSPORT`.
     pub engine: String,
     /// This rank's network address, which selects its interface; `None`: the engine chooses, `tcp` 127.0.0.1.
     /// `HYBRID_EP_TRANSPORT_ADDRESS`.

@@ -35,8 +35,8 @@ pub(crate) struct TuningArgs {
         value_parser = clap::value_parser!(u16).range(1..=1024)
     )]
     pub(crate) sms: Vec<u16>,
-    /// What carries bytes between domains: loopback; paced:25GB/s,5us, an emulated link of that bandwidth and latency; or
-    /// a provider of libfabric such as tcp or shm [default: HYBRID_EP_TRANSPORT, or loopback]
+    /// What carries bytes between domains: loopback; paced:25GB/s,5us, an emulated link of that bandwidth and latency, on
+    /// GPUs also paced:25GB/s,5us,kernel; or a provider of libfabric such as tcp or shm [default: HYBRID_EP_TRANSPORT, or loopback]
     #[arg(long, value_name = "NAME")]
     pub(crate) transport: Option<String>,
     /// Set by the launcher for the ranks that it starts: stdin is a pipe that closes when the launcher ends.

@@ -320,6 +320,12 @@ struct RailSection {
     u32 per;
 };
 
+// Rows and copies of all units of a plan up to and including one.
+struct UnitEnd {
+    u32 rows;
+    u32 copies;
+};
+
 // What an operator sends to one other domain; see docs/cuda-rails.md.
 struct RailPlan {
     // The arguments of the sender's call.
@@ -338,9 +344,8 @@ struct RailPlan {
     u32 reserved;
     // Written last, with release order.
     u32 epoch;
-    // Rows and copies of all units up to and including this one.
-    u32 row_end[MAX_CHUNKS];
-    u32 copy_end[MAX_CHUNKS];
+    // By unit. They are last, so that the proxy sends a plan without the places of units that it does not have.
+    UnitEnd ends[MAX_CHUNKS];
 };
 
 // What a rank's proxy tells the rank's kernels about one rail peer.
@@ -747,6 +752,9 @@ static_assert(OFFSET_OF(RailSection, offset) == 0);
 static_assert(OFFSET_OF(RailSection, stride) == 8);
 static_assert(OFFSET_OF(RailSection, per) == 12);
 static_assert(sizeof(RailSection) == 16);
+static_assert(OFFSET_OF(UnitEnd, rows) == 0);
+static_assert(OFFSET_OF(UnitEnd, copies) == 4);
+static_assert(sizeof(UnitEnd) == 8);
 static_assert(OFFSET_OF(RailPlan, call) == 0);
 static_assert(OFFSET_OF(RailPlan, sections) == 48);
 static_assert(OFFSET_OF(RailPlan, rows) == 96);
@@ -757,8 +765,7 @@ static_assert(OFFSET_OF(RailPlan, chunk_rows) == 112);
 static_assert(OFFSET_OF(RailPlan, signature) == 116);
 static_assert(OFFSET_OF(RailPlan, reserved) == 120);
 static_assert(OFFSET_OF(RailPlan, epoch) == 124);
-static_assert(OFFSET_OF(RailPlan, row_end) == 128);
-static_assert(OFFSET_OF(RailPlan, copy_end) == 4224);
+static_assert(OFFSET_OF(RailPlan, ends) == 128);
 static_assert(sizeof(RailPlan) == 8320);
 static_assert(OFFSET_OF(RailState, progress) == 0);
 static_assert(OFFSET_OF(RailState, unused) == 8);

@@ -73,8 +73,7 @@ __device__ inline void publish_plan(const Common& c, u32 epoch, u32 domain, cons
     RailPlan* plan = &rail_end(c, epoch, domain)->out;
     for (u32 unit = threadIdx.x; unit < head.units; unit += blockDim.x) {
         const uint2 end = ends(unit);
-        plan->row_end[unit] = end.x;
-        plan->copy_end[unit] = end.y;
+        plan->ends[unit] = {end.x, end.y};
     }
     if (threadIdx.x < CALL_WORDS) plan->call[threadIdx.x] = c.call[threadIdx.x];
     // Constant indices, so that `head` stays in registers.

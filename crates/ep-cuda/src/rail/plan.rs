@@ -6,7 +6,7 @@ use std::ops::Range;
 use ep::Size;
 
 use super::window::RailWindow;
-use crate::params::{MAX_CHUNKS, MAX_GROUPS, RAIL_SECTIONS, RailPer, RailPlan, RailSection};
+use crate::params::{MAX_CHUNKS, MAX_GROUPS, RAIL_SECTIONS, RailPer, RailPlan, RailSection, UnitEnd};
 
 /// A valid plan. It is a copy, so that a peer that changes its plan later does not change what the proxy does.
 ///
@@ -31,13 +31,6 @@ struct Section {
     /// Bytes of an element.
     stride: usize,
     per: RailPer,
-}
-
-/// Rows and copies of all units up to and including one.
-#[derive(Debug, Clone, Copy, Default)]
-struct UnitEnd {
-    rows: u32,
-    copies: u32,
 }
 
 impl ValidPlan {
@@ -66,9 +59,12 @@ impl ValidPlan {
                 "{rows} rows in chunks of {chunk_rows}; from 1 to {MAX_CHUNKS} chunks are possible"
             ));
         }
-        let end = |unit: usize| UnitEnd {
-            rows: word(offset_of!(RailPlan, row_end) + 4 * unit),
-            copies: word(offset_of!(RailPlan, copy_end) + 4 * unit),
+        let end = |unit: usize| {
+            let at = end_offset(unit);
+            UnitEnd {
+                rows: word(at + offset_of!(UnitEnd, rows)),
+                copies: word(at + offset_of!(UnitEnd, copies)),
+            }
         };
         let ends: Vec<UnitEnd> =
             if units == 0 { vec![UnitEnd::default()] } else { (0..units).map(end).collect() };
@@ -107,6 +103,11 @@ impl ValidPlan {
         }
         let flags_per_unit = if units == 0 { 0 } else { flags_per_unit };
         Ok(Self { sections, rows, chunk_rows, flags_per_unit, ends })
+    }
+
+    /// Bytes of the plan without the places of units that it does not have.
+    pub(super) fn bytes(&self) -> usize {
+        end_offset(if self.flags_per_unit == 0 { 0 } else { self.units() })
     }
 
     /// Number of units, at least 1.
@@ -153,6 +154,11 @@ impl ValidPlan {
         let rows = units.checked_sub(1).map_or(0, |last| self.ends[last].rows);
         (chunks - 1).min((rows / self.chunk_rows) as usize)
     }
+}
+
+/// The offset of a unit's end in a plan.
+fn end_offset(unit: usize) -> usize {
+    offset_of!(RailPlan, ends) + unit * size_of::<UnitEnd>()
 }
 
 /// Checks that the ends of units do not decrease, and that the last one is `total`.

@@ -9,7 +9,7 @@ use ep::{Error, Posted, Put, Rank, Transport};
 use super::plan::ValidPlan;
 use super::signal::{Arrival, MOST_UNITS, Part, What, units_of_a_put};
 use super::window::RailWindow;
-use crate::params::{RAIL_SECTIONS, RailPlan};
+use crate::params::RAIL_SECTIONS;
 
 /// Units are put together up to this many bytes. At 50 GB/s such a run takes 20 us, which is far above the costs of a
 /// put, and short enough that the peer's kernels start early. A single unit may be longer.
@@ -122,7 +122,7 @@ impl Sending {
         };
         let mut moved = false;
         if !self.plan_posted {
-            if link.post_plan(parity)? == Posted::Full {
+            if link.post_plan(plan, parity)? == Posted::Full {
                 return Ok(Progress::Full);
             }
             self.plan_posted = true;
@@ -199,10 +199,10 @@ fn waits(units: usize, bytes: usize, last: bool, waited: Option<Duration>, hold:
 }
 
 impl Link<'_> {
-    fn post_plan(&self, parity: usize) -> Result<Posted, SendError> {
+    fn post_plan(&self, plan: &ValidPlan, parity: usize) -> Result<Posted, SendError> {
         let (from, to) =
             (self.window.out_plan(self.domain, parity), self.window.in_plan(self.own_domain, parity));
-        self.post(Arrival { parity, what: What::Plan }, from..from + size_of::<RailPlan>(), to)
+        self.post(Arrival { parity, what: What::Plan }, from..from + plan.bytes(), to)
     }
 
     /// Posts the part of a section that belongs to these units. Units without bytes need no put.

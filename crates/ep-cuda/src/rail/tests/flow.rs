@@ -118,20 +118,15 @@ impl Job {
 /// The bytes of a lane that belong to a unit of a section.
 fn bytes_of(plan: &RailPlan, section: usize, unit: usize) -> Range<usize> {
     let RailSection { offset, stride, per } = plan.sections[section];
-    let ends = match RailPer::of(per).unwrap() {
-        RailPer::Row => &plan.row_end,
-        RailPer::Copy => &plan.copy_end,
+    let end = |unit: usize| match RailPer::of(per).unwrap() {
+        RailPer::Row => plan.ends[unit].rows,
+        RailPer::Copy => plan.ends[unit].copies,
         // The only element belongs to the first unit.
-        RailPer::Once => &[1; MAX_CHUNKS],
+        RailPer::Once => 1,
     };
-    let begin = unit.checked_sub(1).map_or(0, |before| ends[before]);
+    let begin = unit.checked_sub(1).map_or(0, end);
     let at = |element: u32| offset as usize + (element * stride) as usize;
-    at(begin)..at(ends[unit])
-}
-
-fn bytes_of_plan(plan: &RailPlan) -> &[u8] {
-    // SAFETY: a plan consists of integers, without padding: 48 + 3 * 16 + 8 * 4 + 2 * 4096 bytes.
-    unsafe { std::slice::from_raw_parts(std::ptr::from_ref(plan).cast(), size_of::<RailPlan>()) }
+    at(begin)..at(end(unit))
 }
 
 /// The byte at this place of a lane.
@@ -250,7 +245,7 @@ impl Kernels {
             // Up to the unit with the last row of the chunk.
             let covered = match seen.chunks == chunks {
                 true => units,
-                false => 1 + plan.row_end.iter().position(|&end| end >= rows).unwrap(),
+                false => 1 + plan.ends.iter().position(|end| end.rows >= rows).unwrap(),
             };
             for (section, unit) in
                 (0..RAIL_SECTIONS).flat_map(|section| (0..covered).map(move |unit| (section, unit)))
@@ -303,7 +298,7 @@ fn run(seed: u64, domains: usize, epochs: u32, reorder: bool) {
         let of_plan = |plan: &RailPlan| {
             let units = plan.units.max(1) as usize;
             let parts = (0..RAIL_SECTIONS).flat_map(|section| (0..units).map(move |unit| (section, unit)));
-            size_of::<RailPlan>()
+            bytes_of_plan(plan).len()
                 + parts.map(|(section, unit)| bytes_of(plan, section, unit).len()).sum::<usize>()
         };
         let expected: usize = (1..=epochs)

@@ -21,7 +21,7 @@ use super::pump::Pump;
 use super::signal::{Arrival, Part, What};
 use super::{ProxyParts, RailLayout};
 use crate::params::{
-    CALL_WORDS, MAX_CHUNKS, RAIL_SECTIONS, RailEnd, RailPer, RailPlan, RailSection, RailState,
+    CALL_WORDS, MAX_CHUNKS, RAIL_SECTIONS, RailEnd, RailPer, RailPlan, RailSection, RailState, UnitEnd,
 };
 
 /// The ranks of the rail, by domain: neither in order nor equal to their indices.
@@ -92,6 +92,12 @@ impl Random {
     }
 }
 
+/// The bytes of a plan that travel: those before the places of units that it does not have.
+fn bytes_of_plan(plan: &RailPlan) -> &[u8] {
+    let ends = plan.units as usize * size_of::<UnitEnd>();
+    &bytemuck::bytes_of(plan)[..offset_of!(RailPlan, ends) + ends]
+}
+
 /// A plan of `epoch` with these ends of units, as (rows, copies), and no sections.
 fn plan_of(epoch: u32, ends: &[(u32, u32)]) -> RailPlan {
     let (rows, copies) = ends.last().copied().unwrap_or_default();
@@ -108,11 +114,10 @@ fn plan_of(epoch: u32, ends: &[(u32, u32)]) -> RailPlan {
         signature: 0,
         reserved: 0,
         epoch,
-        row_end: [0; MAX_CHUNKS],
-        copy_end: [0; MAX_CHUNKS],
+        ends: [UnitEnd::default(); MAX_CHUNKS],
     };
     for (unit, &(rows, copies)) in ends.iter().enumerate() {
-        (plan.row_end[unit], plan.copy_end[unit]) = (rows, copies);
+        plan.ends[unit] = UnitEnd { rows, copies };
     }
     plan
 }

@@ -174,11 +174,11 @@ fn each_word_of_a_hostile_plan_is_checked() {
         (with(&|plan| plan.copies = 10), "10 copies, but its units have 9".into()),
         (with(&|plan| plan.units = 0), "10 rows, but its units have 0".into()),
         (
-            with(&|plan| plan.row_end[1] = 2),
+            with(&|plan| plan.ends[1].rows = 2),
             "unit 1 ends after 2 rows, but the unit before it after 3".into(),
         ),
         (
-            with(&|plan| plan.copy_end[3] = 5),
+            with(&|plan| plan.ends[3].copies = 5),
             "unit 3 ends after 5 copies, but the unit before it after 6".into(),
         ),
         (set(1, unknown), "section 1 with the unknown code 3".into()),

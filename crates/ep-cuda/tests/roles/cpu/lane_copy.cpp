@@ -59,12 +59,15 @@ private:
     u32 launched = 0;
     u32 commanded = FIRST - 1;
 
-    // Whole vectors, single words, and a part that no warp but one copies.
+    // Vectors, words and bytes; parts that one warp copies, and parts that all do.
     static u32 bytes_of(u32 copy) {
-        constexpr u32 SIZES[] = {2032, 4, 1028, 16, 544};
-        return SIZES[copy % 5];
+        constexpr u32 SIZES[] = {2032, 4, 1028, 16, 544, 601, 1};
+        return SIZES[copy % 7];
     }
-    static u32 offset_of(u32 copy) { return copy % 3 == 0 ? 4 : 16; }
+    static u32 offset_of(u32 copy) {
+        constexpr u32 OFFSETS[] = {16, 4, 3};
+        return OFFSETS[copy % 3];
+    }
     static u8 content(u32 copy, u32 at) { return static_cast<u8>(copy * 131 + at * 7 + at / 251); }
 
     void command(u32 copy) {

@@ -411,8 +411,10 @@ struct Part {
 
 Part part_of(const RailPlan& plan, const RailSection& section, u32 unit) {
     if (section.per == RAIL_ONCE) return {0, unit == 0 ? section.stride : 0u};
-    const u32* ends = section.per == RAIL_PER_ROW ? plan.row_end : plan.copy_end;
-    return {static_cast<u64>(unit == 0 ? 0 : ends[unit - 1]) * section.stride, static_cast<u64>(ends[unit]) * section.stride};
+    const auto end = [&](u32 of) -> u64 {
+        return static_cast<u64>(section.per == RAIL_PER_ROW ? plan.ends[of].rows : plan.ends[of].copies) * section.stride;
+    };
+    return {unit == 0 ? 0 : end(unit - 1), end(unit)};
 }
 
 // Checks what a plan sends to a domain: each token that the domain needs once, and no more bytes than its data has.
@@ -459,8 +461,8 @@ void relay_to(const Relay& relay, u32 domain) {
                            &RailPlan::chunk_rows, &RailPlan::signature})
             part(there.*field, from.out.*field);
         for (u32 unit = 0; unit < there.units; unit++) {
-            part(there.row_end[unit], from.out.row_end[unit]);
-            part(there.copy_end[unit], from.out.copy_end[unit]);
+            part(there.ends[unit].rows, from.out.ends[unit].rows);
+            part(there.ends[unit].copies, from.out.ends[unit].copies);
         }
     };
     copy_plan(*copied);
@@ -491,7 +493,7 @@ void relay_to(const Relay& relay, u32 domain) {
             if (section.offset + part.end > LANE_BYTES) machine::fail("a section past the end of its lane");
             copy_bytes(target + section.offset + part.begin, source + section.offset + part.begin, part.end - part.begin);
         }
-        arrived(plan.row_end[unit], unit + 1 == plan.units);
+        arrived(plan.ends[unit].rows, unit + 1 == plan.units);
     }
 }
 
