@@ -140,7 +140,7 @@ impl Words {
             FaultKind::ShortLane => {
                 let problem = format!(
                     "the domain sums that rank {rank} sends to another NVLink domain need {} bytes; raise the setting on \
-                     all ranks, or use fewer tokens or a smaller hidden",
+                     any rank, or use fewer tokens or a smaller hidden",
                     fault.index
                 );
                 let (key, value) = ("HYBRID_EP_CUDA_LANE_BYTES", self.config.cuda.lane_bytes.to_string());
@@ -149,7 +149,7 @@ impl Words {
             FaultKind::RailCopies => {
                 let problem = format!(
                     "the tokens of rank {rank} have {} choices of experts in another NVLink domain, and {} are possible; \
-                     raise the setting on all ranks, or use fewer tokens",
+                     raise the setting on any rank, or use fewer tokens",
                     fault.index, fault.expected
                 );
                 let (key, value) = ("HYBRID_EP_CUDA_RAIL_CHOICES", self.config.cuda.rail_choices.to_string());

@@ -7,7 +7,7 @@ use ep::{Config, Rank};
 
 use crate::driver::Shared;
 use crate::fault::Words;
-use crate::join::{Gpu, Places};
+use crate::join::{Facts, Places};
 use crate::links::announced;
 use crate::params::{FaultKind, FaultRecord, FaultReport};
 use crate::remote::{AbortWord, State};

@@ -15,10 +15,10 @@ use crate::driver::{Chunk, Device, Sharing};
 use crate::links;
 use crate::params::MAX_RANKS;
 use crate::peers::{Access, Peers, accesses};
-use crate::rails::{Bounds, RankRails, RankWindow};
+use crate::rails::{self, Bounds, RailSettings, RankRails, RankWindow};
 
-/// [`Introduction::backend`]. Change it with the format of [`Gpu`], of messages over links, or of shared memory.
-const BACKEND: &str = "cuda 3";
+/// [`Introduction::backend`]. Change it with the format of [`Facts`], of messages over links, or of shared memory.
+const BACKEND: &str = "cuda 4";
 /// What to do about a rank that cannot share memory with other machines.
 const CROSSING_REMEDY: &str = ", or, if NVLink connects the machines, run the service nvidia-imex on all of them and give the processes a \
      channel (/dev/nvidia-caps-imex-channels)";
@@ -104,11 +104,12 @@ impl CudaBuffer {
         let rank = joining.rank();
         let device = Device::open(gpu)?;
         load_kernels(world, &device, false, config)?;
-        let bounds = Bounds::of(world, config)?;
-        let own = Gpu(device.uuid()?);
-        let settings = bounds.map_or_else(Vec::new, |bounds| bounds.settings(config));
+        let own = Facts { gpu: Gpu(device.uuid()?), rails: RailSettings::of(config) };
+        let settings = rails::settings(world, config);
         let introduction = Introduction { backend: BACKEND, settings, facts: own };
-        let Met { machines, facts: gpus, links } = joining.meet(introduction, || crossing(&device))?;
+        let Met { machines, facts, links } = joining.meet(introduction, || crossing(&device))?;
+        let config = &RailSettings::largest(facts.iter().map(|facts| facts.rails)).applied_to(config);
+        let bounds = Bounds::of(world, config)?;
         let access = accesses(world, rank, |peer| machines.is_remote(peer));
         let spans = access.contains(&Access::Domain);
         let sharing = if spans { Sharing::Domain } else { Sharing::Machine };
@@ -146,7 +147,7 @@ impl CudaBuffer {
             peers.control.push(theirs.control.wrapping_add_signed(delta));
         }
         peers._keep = Arc::new(mapped);
-        let here = gpus.iter().filter(|&&theirs| theirs == own).count();
+        let here = facts.iter().filter(|theirs| theirs.gpu == own.gpu).count();
         Self::assemble(world.clone(), config, home, peers, rails, here)
     }
 }
@@ -211,22 +212,42 @@ fn crossing(device: &Device) -> std::result::Result<(), &'static str> {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Gpu([u8; 16]);
 
-/// The text form, from which [`FromStr`] makes an equal value: a hexadecimal number.
-impl fmt::Display for Gpu {
+/// What a rank tells the others when they meet.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Facts {
+    gpu: Gpu,
+    rails: RailSettings,
+}
+
+/// The text form, from which [`FromStr`] makes an equal value: the UUID as a hexadecimal number, then three decimal numbers.
+impl fmt::Display for Facts {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{:x}", u128::from_be_bytes(self.0))
+        let RailSettings { tokens, choices, lane_bytes } = self.rails;
+        write!(f, "{:x} {tokens} {choices} {lane_bytes}", u128::from_be_bytes(self.gpu.0))
     }
 }
 
-/// The error for a text that is not a [`Gpu`].
+/// The error for a text that is not [`Facts`].
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) struct NoGpu;
+pub(crate) struct NoFacts;
 
-impl FromStr for Gpu {
-    type Err = NoGpu;
+impl FromStr for Facts {
+    type Err = NoFacts;
 
-    fn from_str(text: &str) -> std::result::Result<Self, NoGpu> {
-        u128::from_str_radix(text, 16).map(|uuid| Self(uuid.to_be_bytes())).map_err(|_| NoGpu)
+    fn from_str(text: &str) -> std::result::Result<Self, NoFacts> {
+        let words: Vec<&str> = text.split(' ').collect();
+        let &[gpu, tokens, choices, lane_bytes] = words.as_slice() else { return Err(NoFacts) };
+        let gpu = u128::from_str_radix(gpu, 16).map_err(|_| NoFacts)?;
+        let number = |word: &str| word.parse::<usize>().map_err(|_| NoFacts);
+        let rails = RailSettings {
+            tokens: number(tokens)?,
+            choices: number(choices)?,
+            lane_bytes: number(lane_bytes)?,
+        };
+        if !rails.is_valid() {
+            return Err(NoFacts);
+        }
+        Ok(Self { gpu: Gpu(gpu.to_be_bytes()), rails })
     }
 }
 
@@ -278,11 +299,23 @@ mod tests {
 
     #[test]
     fn what_ranks_tell_each_other_survives_the_round_trip() {
-        let gpu = Gpu([0xA7; 16]);
-        let text = gpu.to_string();
-        assert_eq!(text.parse(), Ok(gpu));
-        for wrong in ["", &format!("{text} 1"), &format!("1{text}"), "x"] {
-            assert_eq!(wrong.parse::<Gpu>(), Err(NoGpu), "{wrong}");
+        let rails = RailSettings { tokens: 64, choices: 1, lane_bytes: 8192 };
+        let facts = Facts { gpu: Gpu([0xA7; 16]), rails };
+        let text = facts.to_string();
+        assert_eq!(text.parse(), Ok(facts));
+        for wrong in [
+            "",
+            "x",
+            "a7 64 1",
+            "a7 64 1 8192 1",
+            "a7 64 1 -1",
+            "a7 0 1 8192",
+            "a7 64 1 18446744073709551615",
+        ]
+        .into_iter()
+        .chain([&*format!("{text} 1"), &*format!("1{text}")])
+        {
+            assert_eq!(wrong.parse::<Facts>(), Err(NoFacts), "{wrong}");
         }
         let places = Places { base: 1 << 40, control: 3 };
         assert_eq!(Places::from_bytes(Rank(1), &places.to_bytes()).unwrap(), places);

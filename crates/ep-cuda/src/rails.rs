@@ -9,7 +9,8 @@ use std::time::Duration;
 use bytemuck::Zeroable as _;
 use ep::join::Setting;
 use ep::{
-    CallerError, Config, EnvironmentError, GpuPart, Rank, Result, Size, Transport, Unconnected, Window, World,
+    CallerError, Config, CudaConfig, EnvironmentError, GpuPart, Rank, Result, Size, Transport, Unconnected,
+    Window, World,
 };
 use ep_rail::{Loopback, Paced, RankPlace, Segment, open_fabric_over, rail_of, registers_gpu_memory};
 
@@ -25,6 +26,56 @@ use crate::shared;
 const PATIENCE: Duration = Duration::from_secs(2);
 /// The fewest rows of a chunk of a set, as in `handle::chunk_tokens`.
 const FEWEST_CHUNK_ROWS: usize = 4;
+
+/// A rank's settings that bound the sets that go along rails. Of those of all ranks, the largest ones apply.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct RailSettings {
+    pub(crate) tokens: usize,
+    pub(crate) choices: usize,
+    pub(crate) lane_bytes: usize,
+}
+
+impl RailSettings {
+    pub(crate) fn of(config: &Config) -> Self {
+        let CudaConfig { rail_tokens: tokens, rail_choices: choices, lane_bytes, .. } = config.cuda;
+        Self { tokens, choices, lane_bytes }
+    }
+
+    /// The largest of these settings, each by itself.
+    pub(crate) fn largest(all: impl IntoIterator<Item = Self>) -> Self {
+        let none = Self { tokens: 1, choices: 1, lane_bytes: 1 };
+        all.into_iter().fold(none, |one, other| Self {
+            tokens: one.tokens.max(other.tokens),
+            choices: one.choices.max(other.choices),
+            lane_bytes: one.lane_bytes.max(other.lane_bytes),
+        })
+    }
+
+    pub(crate) fn applied_to(self, config: &Config) -> Config {
+        let mut config = config.clone();
+        config.cuda.rail_tokens = self.tokens;
+        config.cuda.rail_choices = self.choices;
+        config.cuda.lane_bytes = self.lane_bytes;
+        config
+    }
+
+    /// Whether a rank can have these settings.
+    pub(crate) fn is_valid(self) -> bool {
+        self.applied_to(&Config::default()).check().is_ok()
+    }
+}
+
+/// The settings of rails that must be equal on all ranks.
+pub(crate) fn settings(world: &World, config: &Config) -> Vec<Setting> {
+    if world.topology().domains() == 1 {
+        return Vec::new();
+    }
+    let transport = &config.host.transport;
+    vec![
+        ("the transport", transport.engine.to_string()),
+        ("the number of NICs of a rank", transport.nics_per_rank().to_string()),
+    ]
+}
 
 /// The bounds of the sets that go along rails. They are equal on all ranks, because a rank uses them to compute where the
 /// lists and lanes of other ranks are.
@@ -49,17 +100,6 @@ impl Bounds {
         let tokens = config.cuda.rail_tokens;
         let copies = (Size::new(tokens) * config.cuda.rail_choices).get("a rail set", "copies")?;
         Ok(Some(Self { domains, ranks: world.ranks(), tokens, copies, lane_bytes: config.cuda.lane_bytes }))
-    }
-
-    /// The settings that must be equal on all ranks.
-    pub(crate) fn settings(&self, config: &Config) -> Vec<Setting> {
-        vec![
-            ("the transport", config.host.transport.engine.to_string()),
-            ("the number of NICs of a rank", config.host.transport.nics_per_rank().to_string()),
-            ("rail_tokens", self.tokens.to_string()),
-            ("rail_choices", config.cuda.rail_choices.to_string()),
-            ("lane_bytes", self.lane_bytes.to_string()),
-        ]
     }
 
     /// Number of domains.
@@ -101,7 +141,7 @@ impl Bounds {
             return Ok(());
         }
         let problem =
-            format!("this rank has {tokens} tokens; raise the setting on all ranks, or use fewer tokens");
+            format!("this rank has {tokens} tokens; raise the setting on any rank, or use fewer tokens");
         let (key, value) = ("HYBRID_EP_CUDA_RAIL_TOKENS", self.tokens.to_string());
         Err(CallerError::Config { key, value, problem }.into())
     }
@@ -119,7 +159,7 @@ impl Bounds {
             return Ok(());
         }
         let problem = format!(
-            "{rows} rows of {row_bytes} bytes may need {needed} bytes; raise the setting on all ranks, or send fewer \
+            "{rows} rows of {row_bytes} bytes may need {needed} bytes; raise the setting on any rank, or send fewer \
              or shorter rows"
         );
         let (key, value) = ("HYBRID_EP_CUDA_LANE_BYTES", self.lane_bytes.to_string());

@@ -6,14 +6,16 @@
 #[macro_use]
 mod fake;
 
+use ep::join::{Rendezvous as _, ThreadRendezvous};
 use ep::{
     Backend as _, CallerError, CombineInput, CombineOutput, DeviceReport, DeviceRouting, DispatchInput,
-    DispatchMode, DispatchOutput, Element, Error, Indices, Probs, Result, WeightGradients, WeightRows as _,
-    WeightedRows,
+    DispatchMode, DispatchOutput, Element, Error, Indices, Probs, Result, Routing, WeightGradients,
+    WeightRows as _, WeightedRows, World,
 };
 use ep_cuda::{CudaBuffer, CudaHandle, CudaMemory};
+use ep_fabric_fake::{Fake, Settings};
 
-use fake::{CAPACITY, HIDDEN, buffers, config, dispatch, one, preprocess};
+use fake::{CAPACITY, HANG, HIDDEN, buffers, config, dispatch, one, preprocess};
 
 /// More bytes than any call of these tests needs.
 const BYTES: usize = 1 << 16;
@@ -188,4 +190,36 @@ inside!(sizes_that_no_memory_has_are_refused, driver => {
     }
     // The buffer is still usable.
     dispatch(&mut buffer, &handle);
+});
+
+/// Two ranks in two domains, with `rail_tokens` of their own, joined as processes are.
+fn between_domains(rail_tokens: [usize; 2]) -> Vec<Result<CudaBuffer>> {
+    let fake = Fake::new("bounds", &Settings::default());
+    let world = World::builder().ranks(2).domains(2).experts(4).build().unwrap();
+    let join = |mut meet: ThreadRendezvous| {
+        let mut config = config();
+        config.host.transport.engine = fake.provider().into();
+        config.host.transport.libfabric = Some(fake.path().into());
+        config.cuda.lane_bytes = 1 << 20;
+        config.cuda.rail_tokens = rail_tokens[meet.rank().index()];
+        CudaBuffer::join(&world, &mut meet, &config)
+    };
+    std::thread::scope(|scope| {
+        let ends = ThreadRendezvous::new(2, HANG).into_iter();
+        let ends: Vec<_> = ends.map(|end| scope.spawn(move || join(end))).collect();
+        ends.into_iter().map(|end| end.join().unwrap()).collect()
+    })
+}
+
+inside!(the_largest_bound_of_tokens_between_domains_applies_to_all_ranks, driver => {
+    for mut rank in between_domains([2, 24]).into_iter().map(Result::unwrap) {
+        let mut preprocess = |tokens: usize| {
+            let (experts, weights) = (vec![0; tokens], vec![1.0; tokens]);
+            let routing = Routing::from_topk(rank.rank(), 4, 1, &experts, &weights).unwrap();
+            rank.preprocess(&routing, DispatchMode::permuted(4).unwrap(), Some(CAPACITY))
+        };
+        let refused = preprocess(25).unwrap_err().to_string();
+        assert!(refused.contains("HYBRID_EP_CUDA_RAIL_TOKENS") && refused.contains("24"), "{refused}");
+        preprocess(24).unwrap();
+    }
 });

@@ -97,8 +97,8 @@ pub struct CudaConfig {
     /// Streams of one process that the CUDA driver runs concurrently on a GPU. The driver reads the same variable.
     /// Default 8. `CUDA_DEVICE_MAX_CONNECTIONS`, 1..=32.
     pub device_connections: usize,
-    /// Between NVLink domains: maximum number of tokens of a rank. Must be equal on all ranks, like the next two fields.
-    /// Default 4,096. `HYBRID_EP_CUDA_RAIL_TOKENS`, 1..=1,048,576.
+    /// Between NVLink domains: maximum number of tokens of a rank. If ranks differ in this field or in one of the next two, the
+    /// largest value applies. Default 4,096. `HYBRID_EP_CUDA_RAIL_TOKENS`, 1..=1,048,576.
     pub rail_tokens: usize,
     /// Between NVLink domains: maximum average number of experts of one other domain that a token chooses. Default 8.
     /// `HYBRID_EP_CUDA_RAIL_CHOICES`, 1..=1,024.
@@ -146,6 +146,21 @@ impl Default for CudaConfig {
             rail_choices: 8,
             lane_bytes: 64 << 20,
         }
+    }
+}
+
+impl CudaConfig {
+    /// Raises the bounds between NVLink domains, where they are lower, so that a rank may have `tokens` tokens, and rows may
+    /// have `hidden` elements of bf16. `None`: nothing is raised for it.
+    pub fn raise_rails(&mut self, tokens: Option<usize>, hidden: Option<usize>) {
+        /// Room beside a token's row: the weights of 32 choices.
+        const WEIGHTS: usize = 128;
+        const PAGE: usize = 4096;
+        self.rail_tokens = self.rail_tokens.max(tokens.unwrap_or(0));
+        let Some(hidden) = hidden else { return };
+        let row = hidden.saturating_mul(2).saturating_add(16 + WEIGHTS);
+        let lane = self.rail_tokens.saturating_mul(row).saturating_add(2 * PAGE);
+        self.lane_bytes = self.lane_bytes.max(lane / PAGE * PAGE);
     }
 }
 
@@ -298,6 +313,27 @@ fn out_of(key: &'static str, value: String, range: &RangeInclusive<usize>) -> Ca
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn bounds_of_rails_are_raised_and_never_lowered() {
+        let raised = |tokens, hidden| {
+            let mut cuda = CudaConfig::default();
+            cuda.raise_rails(tokens, hidden);
+            (cuda.rail_tokens, cuda.lane_bytes)
+        };
+        let (tokens, bytes) = (4096, 64 << 20);
+        assert_eq!(raised(None, None), (tokens, bytes));
+        assert_eq!(raised(Some(100), Some(1024)), (tokens, bytes));
+        assert_eq!(raised(Some(8192), None), (8192, bytes));
+        assert_eq!(raised(Some(8192), Some(1024)), (8192, bytes));
+        let (more, lane) = raised(Some(8192), Some(7168));
+        assert_eq!(more, 8192);
+        assert!(
+            (8192 * (2 * 7168 + 4 * 8)..8192 * (2 * 7168 + 256)).contains(&lane) && lane.is_multiple_of(4096)
+        );
+        // Values out of range are refused by `Config::check`, like those of the environment.
+        assert_eq!(raised(Some(usize::MAX), Some(usize::MAX)).0, usize::MAX);
+    }
 
     pub(super) fn env<'a>(pairs: &'a [(&'a str, &'a str)]) -> impl Fn(&str) -> Option<String> + 'a {
         move |key| pairs.iter().find(|(k, _)| *k == key).map(|(_, v)| v.to_string())
