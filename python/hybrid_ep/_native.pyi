@@ -16,6 +16,8 @@ class Settings(TypedDict):
     stall_timeout: float | None
     workers: int | None
     sms: int | None
+    max_tokens: int | None
+    max_hidden: int | None
 
 # Address of a tensor, and its number of bytes. A result of type `object` is a DLPack capsule for `from_dlpack`.
 _Span = tuple[int, int]

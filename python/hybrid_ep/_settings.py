@@ -61,10 +61,13 @@ def settings_of(
     stall_timeout: float | None,
     workers: int | None,
     sms: int | None,
+    max_tokens: int | None = None,
+    max_hidden: int | None = None,
 ) -> _native.Settings:
     on_gpu = device.type == "cuda"
     gpu = device.index
-    for name, value in [("num_experts", num_experts), ("domains", domains), ("workers", workers), ("sms", sms)]:
+    counts = {"num_experts": num_experts, "domains": domains, "workers": workers, "sms": sms}
+    for name, value in {**counts, "max_tokens": max_tokens, "max_hidden": max_hidden}.items():
         if value is not None:
             ops.check_count(name, value)
     for name, seconds in [("timeout", timeout), ("stall_timeout", stall_timeout)]:
@@ -82,6 +85,8 @@ def settings_of(
         "stall_timeout": stall_timeout,
         "workers": workers,
         "sms": sms,
+        "max_tokens": max_tokens,
+        "max_hidden": max_hidden,
     }
 
 

@@ -69,12 +69,15 @@ class Joined(Shared):
         stall_timeout: float | None = None,
         workers: int | None = None,
         sms: int | None = None,
+        max_tokens: int | None = None,
+        max_hidden: int | None = None,
     ) -> None:
         if group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
         meeting = None if group is None else Meeting.of(group)
         with contextlib.nullcontext() if meeting is None else meeting.reported():
-            settings = settings_of(device_of(device), num_experts, domains, timeout, stall_timeout, workers, sms)
+            bounds = (timeout, stall_timeout, workers, sms, max_tokens, max_hidden)
+            settings = settings_of(device_of(device), num_experts, domains, *bounds)
             native = _native.Buffer.launched(settings) if meeting is None else _joined(meeting, settings)
         self._adopt(native, group)
 
@@ -102,6 +105,8 @@ class Joined(Shared):
         stall_timeout: float | None = None,
         workers: int | None = None,
         sms: int | None = None,
+        max_tokens: int | None = None,
+        max_hidden: int | None = None,
     ) -> list[Self]:
         """Makes all ranks of a communicator in this process. Use each buffer from its own thread.
 
@@ -125,6 +130,8 @@ class Joined(Shared):
             stall_timeout: As for `Buffer`.
             workers: As for `Buffer`.
             sms: As for `Buffer`.
+            max_tokens: As for `Buffer`.
+            max_hidden: As for `Buffer`.
 
         Returns:
             The buffers of ranks 0 to `ranks - 1`, in order.
@@ -138,7 +145,8 @@ class Joined(Shared):
             raise CallerError(
                 f"device: ranks are spread over all GPUs, or those of CUDA_VISIBLE_DEVICES; found {where}"
             )
-        settings = settings_of(where, num_experts, domains, timeout, stall_timeout, workers, sms)
+        bounds = (timeout, stall_timeout, workers, sms, max_tokens, max_hidden)
+        settings = settings_of(where, num_experts, domains, *bounds)
         ops.check_count("ranks", ranks)
         buffers = []
         for native in _native.Buffer.threads(ranks, settings):

@@ -28,6 +28,10 @@ pub(crate) struct Settings {
     stall_timeout: Option<f64>,
     workers: Option<usize>,
     sms: Option<usize>,
+    /// With several NVLink domains: the most tokens of a rank.
+    max_tokens: Option<usize>,
+    /// With several NVLink domains: the longest row, in elements of bf16.
+    max_hidden: Option<usize>,
 }
 
 impl Settings {
@@ -48,6 +52,9 @@ impl Settings {
         }
         if let Some(sms) = self.sms {
             config.cuda.sms = at_most("sms", sms, 1024)?;
+        }
+        if self.domains > 1 && self.backend == "cuda" {
+            config.cuda.raise_rails(self.max_tokens, self.max_hidden);
         }
         Ok(config)
     }

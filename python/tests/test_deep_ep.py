@@ -181,7 +181,19 @@ def test_no_buffer_is_made_while_a_cuda_graph_is_captured(monkeypatch: pytest.Mo
     monkeypatch.setattr(hybrid_ep.deep_ep.hybrid_ep_buffer, "is_capturing", lambda device: True)
     buffer = HybridEPBuffer(group_of(2), 64, 16, 4)
     with pytest.raises(hybrid_ep.CallerError, match="run one step without capturing first"):
-        buffer._join(torch.device("cuda", 0), 8)
+        buffer._join(SimpleNamespace(device=torch.device("cuda", 0), shape=(0, 64)), 8)  # type: ignore[arg-type]
+
+
+def test_a_buffer_of_several_domains_has_room_for_the_tokens_of_the_constructor_and_of_the_first_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[dict[str, Any]] = []
+    monkeypatch.setattr(hybrid_ep.deep_ep.hybrid_ep_buffer, "Buffer", lambda group, **options: made.append(options))
+    buffer = HybridEPBuffer(group_of(4), 64, 16, 4, num_of_hybrid_ep_ranks_per_nvlink_domain=2)
+    for rows, hidden in [(3, 64), (20, 128), (0, 32)]:
+        buffer._join(torch.empty(rows, hidden), 16)
+    sizes = [(options["domains"], options["max_tokens"], options["max_hidden"]) for options in made]
+    assert sizes == [(2, 16, 64), (2, 20, 128), (2, 16, 64)]
 
 
 def test_indices_to_map() -> None:

@@ -66,8 +66,10 @@ class HybridEPBuffer:
 
     Args:
         group: The ranks.
-        hidden_dim: Not a limit: any call may have a different hidden size.
-        max_num_of_tokens_per_rank: Not a limit: any call may have more tokens.
+        hidden_dim: Not a limit: any call may have a different hidden size. On GPUs in several NVLink domains, a longer
+            row may need HYBRID_EP_CUDA_LANE_BYTES.
+        max_num_of_tokens_per_rank: Not a limit: any call may have more tokens. On GPUs in several NVLink domains it is
+            one, unless another rank, or the first call, has more tokens. Ranks may differ.
         num_local_experts: Experts of each rank, for calls that do not give the number of experts.
         use_fp8: The default of `use_fp8` in dispatches: bfloat16 tokens are quantized in flight.
         num_sms_dispatch_api: SMs of dispatch. The larger of this and `num_sms_combine_api` applies to both operators.
@@ -231,7 +233,7 @@ class HybridEPBuffer:
         num_experts = self._num_experts(routing_map, num_of_experts, None)
         routing = fresh_routing(hidden, topk_idx, topk_weights, routing_map, probs, num_experts)
         _refuse_capture(hidden, "dispatch without a handle waits for the number of rows")
-        buffer = self._buffer_for(hidden.device, num_experts)
+        buffer = self._buffer_for(hidden, num_experts)
         received = buffer.dispatch(tokens.rows, **tokens.format, **routing)
         assert received.local_experts is not None  # plain mode
         made = PlainHandle(
@@ -334,7 +336,7 @@ class HybridEPBuffer:
         capacity = given_capacity(num_permuted_tokens, multiple) if non_blocking else None
         if capacity is None:
             _refuse_capture(hidden, "dispatch_with_permute without non_blocking waits for the counts")
-        buffer = self._buffer_for(hidden.device, num_experts)
+        buffer = self._buffer_for(hidden, num_experts)
         received = buffer.dispatch_with_permute(
             tokens.rows, pad_multiple=multiple, capacity=capacity, **tokens.format, **routing
         )
@@ -439,21 +441,32 @@ class HybridEPBuffer:
             return next(iter(named.values()))
         return self.configurer.buffer_config.num_of_experts_per_rank * self.group_size
 
-    def _buffer_for(self, device: torch.device, num_experts: int) -> Buffer:
-        """Returns the communicator for this device and number of experts. Making a new one is collective."""
+    def _buffer_for(self, hidden: Tensor, num_experts: int) -> Buffer:
+        """Returns the communicator for these tokens' device and this number of experts. Making a new one is collective."""
+        device = hidden.device
         buffer = self._buffers.get((device, num_experts))
         if buffer is None:
-            buffer = self._buffers[device, num_experts] = self._join(device, num_experts)
+            buffer = self._buffers[device, num_experts] = self._join(hidden, num_experts)
             self._own_rank(device)  # a CUDA graph's capture could not copy it to the GPU later
         return buffer
 
-    def _join(self, device: torch.device, num_experts: int) -> Buffer:
+    def _join(self, hidden: Tensor, num_experts: int) -> Buffer:
+        device = hidden.device
         if device.type == "cuda" and is_capturing(device):
             raise CallerError(
                 f"there is no buffer yet for {num_experts} experts on {device}, and a CUDA graph's capture cannot "
                 "make one, as the ranks must meet: run one step without capturing first"
             )
-        return Buffer(self.group, num_experts=num_experts, domains=self.num_of_nodes, device=device, sms=self._sms)
+        tokens, row = hidden.shape
+        return Buffer(
+            self.group,
+            num_experts=num_experts,
+            domains=self.num_of_nodes,
+            device=device,
+            sms=self._sms,
+            max_tokens=max(self._most_tokens, tokens, 1),
+            max_hidden=max(self.configurer.buffer_config.hidden_dim, row, 1),
+        )
 
     def _config(
         self, hidden: Tensor, num_experts: int, *, pad_multiple: int | None = None, use_fp8: bool | None = None
