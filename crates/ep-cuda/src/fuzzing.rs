@@ -51,13 +51,13 @@ pub fn state_of(given_up: bool) -> Vec<u8> {
     state.to_bytes()
 }
 
-/// Parses `bytes` as the GPU in a rank's introduction, as its addresses, and as an allocation that it shares.
+/// Parses `bytes` as the facts in a rank's introduction, as its addresses, and as an allocation that it shares.
 ///
 /// # Panics
 /// When writing and parsing one of them again changes it.
 pub fn joining(bytes: &[u8]) {
-    if let Some(gpu) = str::from_utf8(bytes).ok().and_then(|text| text.parse::<Gpu>().ok()) {
-        assert_eq!(gpu.to_string().parse(), Ok(gpu));
+    if let Some(facts) = str::from_utf8(bytes).ok().and_then(|text| text.parse::<Facts>().ok()) {
+        assert_eq!(facts.to_string().parse(), Ok(facts));
     }
     match Places::from_bytes(Rank(1), bytes) {
         Ok(places) => assert_eq!(places.to_bytes(), bytes),
