@@ -137,7 +137,8 @@ pub(super) fn answer(shown: &Shown, problem: &Problem) -> Vec<String> {
         units::count(best.tokens_per_second.round() as u64),
         100.0 * best.idle_share
     )];
-    lines.push(format!("Layout: {}.", layout(best, problem)));
+    let layers = layers_of_a_stage(problem.model.moe_layers, best.layout.stages());
+    lines.push(format!("Layout: {}{layers}.", layout(best, problem)));
     lines.extend(unrestricted(shown, problem));
     lines.extend(tight.map(|price| {
         format!(
@@ -486,6 +487,18 @@ pub(super) fn layout(price: &StepPrice, problem: &Problem) -> String {
     }
     parts.push(units::counted(price.micro_batches, "micro-batch"));
     parts.join(", ")
+}
+
+/// How many layers a stage of a pipeline has, behind the layout. The stages with the most layers determine the time of a step.
+fn layers_of_a_stage(layers: usize, stages: usize) -> String {
+    let most = layers.div_ceil(stages);
+    match stages {
+        1 => String::new(),
+        _ if layers.is_multiple_of(stages) => {
+            format!("; {} in each stage", units::counted(most, "MoE layer"))
+        }
+        _ => format!("; at most {most} of the {layers} MoE layers in a stage"),
+    }
 }
 
 /// The strategies that have no price, each with the reason.

@@ -188,7 +188,7 @@ fn a_runnable_report_heads_with_the_plan_that_is_written() {
     for shown in [&text, &html] {
         for part in [
             "Best for `ExpertMigration` with all 256 GPUs: expert domains (4, 2, 1) with kept replicas. A step of",
-            "Layout: 4 stages of 4 datacenters each, EP groups of 64 GPUs (4, 2, 8), 16 micro-batches.",
+            "Layout: 4 stages of 4 datacenters each, EP groups of 64 GPUs (4, 2, 8), 16 micro-batches; at most 24 of the 94 MoE layers in a stage.",
             "Without `--runnable`, with the same number of stages: a pipeline of 4 stages across datacenters, 5.92x faster",
             "`ExpertMigration` can run the layers of each stage",
             "Fewer GPUs are faster. One of the 4 datacenters alone (64 GPUs) trains 154,325 tokens/s, 13.9x faster",
