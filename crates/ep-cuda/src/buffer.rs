@@ -24,7 +24,7 @@ use crate::params::{
     SHAPE_ROWS, SHAPE_WANTED, ScaleCode,
 };
 use crate::peers::Peers;
-use crate::rails::RankRails;
+use crate::rails::{RankRails, blocks_of_copies};
 use crate::reaper::Grace;
 use crate::routing::{Lists, check_report, fill_report};
 use crate::shared::{count_columns, shape_words};
@@ -217,8 +217,9 @@ impl CudaBuffer {
             set_done = Some(part);
         }
         // Kernels of different ranks wait for each other, so the blocks of all ranks of a GPU must run at the same
-        // time.
-        let most = (device.multiprocessors as usize / ranks_here) as u32;
+        // time; with an emulated link, beside the copies of each rank.
+        let of_rank = device.multiprocessors as usize / ranks_here;
+        let most = of_rank.saturating_sub(blocks_of_copies(&world, config)?) as u32;
         if most < FEWEST_BLOCKS {
             return Err(EnvironmentError::new(
                 format!("{ranks_here} ranks on GPU {}", device.ordinal),

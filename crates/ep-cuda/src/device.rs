@@ -90,7 +90,8 @@ fn copies_in_bulk(arch: Arch, plain_copies: bool) -> bool {
 impl KernelKey {
     /// Every kernel that may be launched on a GPU whose blocks have `shared_bytes` of shared memory.
     pub(crate) fn all(shared_bytes: usize) -> Vec<Self> {
-        let mut keys = Vec::new();
+        // Emulated links need this one; a world does not load it ahead.
+        let mut keys = vec![Self::LaneCopy];
         let worlds = (1..=MAX_RANKS).flat_map(|ranks| [(ranks, false), (ranks, true)]);
         for key in worlds.flat_map(|(views, rails)| Self::of_world(views, rails, shared_bytes)) {
             if !keys.contains(&key) {
@@ -113,9 +114,6 @@ impl KernelKey {
             keys.push(Self::pairs(views, shared_bytes));
         }
         keys.extend([Self::WeightRows, Self::Dense, Self::Spin]);
-        if rails {
-            keys.push(Self::LaneCopy);
-        }
         keys
     }
 
@@ -427,7 +425,7 @@ mod tests {
             {
                 let of_one = |key: &KernelKey| match key {
                     KernelKey::WeightRows | KernelKey::Dense | KernelKey::Spin => true,
-                    KernelKey::LaneCopy => rails,
+                    KernelKey::LaneCopy => false,
                     _ => key.rails() == rails,
                 };
                 let mut launched: Vec<_> = KernelKey::all(AMPLE).into_iter().filter(of_one).collect();

@@ -139,8 +139,8 @@ impl Words {
             }
             FaultKind::ShortLane => {
                 let problem = format!(
-                    "the domain sums that rank {rank} sends to another NVLink domain need {} bytes; raise the setting on \
-                     any rank, or use fewer tokens or a smaller hidden",
+                    "the domain sums that rank {rank} sends to another NVLink domain need {} bytes; raise it on any rank (in \
+                     Python: `max_hidden`), or use fewer tokens or a smaller hidden",
                     fault.index
                 );
                 let (key, value) = ("HYBRID_EP_CUDA_LANE_BYTES", self.config.cuda.lane_bytes.to_string());

@@ -33,9 +33,10 @@ impl CudaBuffer {
         let device_of = |rank: usize| rank % gpus;
         let devices: Vec<usize> = (0..ranks.min(gpus)).collect();
         let sharing = ranks.div_ceil(gpus);
-        if sharing > config.cuda.device_connections {
+        let streams = sharing * (1 + rails::streams_of_copies(world, config)?);
+        if streams > config.cuda.device_connections {
             return Err(EnvironmentError::new(
-                format!("{sharing} ranks of this process on one GPU"),
+                format!("{sharing} ranks of this process on one GPU, with {streams} streams"),
                 format!(
                     "the driver runs {} streams at once, and ranks wait for each other",
                     config.cuda.device_connections

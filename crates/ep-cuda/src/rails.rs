@@ -9,8 +9,8 @@ use std::time::Duration;
 use bytemuck::Zeroable as _;
 use ep::join::Setting;
 use ep::{
-    CallerError, Config, CudaConfig, EnvironmentError, GpuPart, Rank, Result, Size, Transport, Unconnected,
-    Window, World,
+    CallerError, Config, Copier, CudaConfig, EnvironmentError, GpuPart, Pace, Rank, Result, Size, Transport,
+    Unconnected, Window, World,
 };
 use ep_rail::{Loopback, Paced, RankPlace, Segment, open_fabric_over, rail_of, registers_gpu_memory};
 
@@ -77,6 +77,22 @@ pub(crate) fn settings(world: &World, config: &Config) -> Vec<Setting> {
     ]
 }
 
+/// The link that the engine emulates between the NVLink domains of a world, if it does.
+fn emulated_link(world: &World, config: &Config) -> Result<Option<Pace>> {
+    if world.topology().domains() == 1 { Ok(None) } else { config.host.transport.pace() }
+}
+
+/// Blocks that copy for a rank's emulated link while its operators run, and which need a multiprocessor of their own.
+pub(crate) fn blocks_of_copies(world: &World, config: &Config) -> Result<usize> {
+    let by_kernel = |pace: Pace| pace.copier() == Copier::Kernel;
+    Ok(usize::from(emulated_link(world, config)?.is_some_and(by_kernel)))
+}
+
+/// Streams with the copies of a rank's emulated link.
+pub(crate) fn streams_of_copies(world: &World, config: &Config) -> Result<usize> {
+    Ok(usize::from(emulated_link(world, config)?.is_some()))
+}
+
 /// The bounds of the sets that go along rails. They are equal on all ranks, because a rank uses them to compute where the
 /// lists and lanes of other ranks are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -140,8 +156,9 @@ impl Bounds {
         if tokens <= self.tokens {
             return Ok(());
         }
-        let problem =
-            format!("this rank has {tokens} tokens; raise the setting on any rank, or use fewer tokens");
+        let problem = format!(
+            "this rank has {tokens} tokens; raise it on any rank (in Python: `max_tokens`), or use fewer tokens"
+        );
         let (key, value) = ("HYBRID_EP_CUDA_RAIL_TOKENS", self.tokens.to_string());
         Err(CallerError::Config { key, value, problem }.into())
     }
@@ -152,14 +169,15 @@ impl Bounds {
     /// # Errors
     /// [`CallerError::Config`] that names the setting to raise.
     pub(crate) fn check_lane(&self, rows: usize, row_bytes: usize, copies: usize) -> Result<()> {
-        // Each section begins at a multiple of 128.
+        // Preprocess refuses a set of more copies than the bound. Each section begins at a multiple of 128.
+        let copies = copies.min(self.copies);
         let needed = Size::new(rows) * row_bytes + Size::new(copies) * 4 + 128 * RAIL_SECTIONS;
         let needed = needed.bytes("the rows that a rank sends to another NVLink domain")?;
         if needed <= self.lane_bytes {
             return Ok(());
         }
         let problem = format!(
-            "{rows} rows of {row_bytes} bytes may need {needed} bytes; raise the setting on any rank, or send fewer \
+            "{rows} rows of {row_bytes} bytes may need {needed} bytes; raise it on any rank (in Python: `max_hidden`), or send fewer \
              or shorter rows"
         );
         let (key, value) = ("HYBRID_EP_CUDA_LANE_BYTES", self.lane_bytes.to_string());
@@ -456,6 +474,56 @@ impl Drop for RankRails {
     fn drop(&mut self) {
         if self.report.read().is_some() {
             self.proxy.give_up();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn raised_bounds_have_room_for_what_they_were_raised_for() {
+        let world = World::builder().ranks(4).domains(2).experts(256).build().unwrap();
+        for (tokens, hidden) in [(8192, 7168), (4096, 8192), (4096, 7168), (100_000, 1024), (1, 4)] {
+            let mut config = Config::default();
+            config.cuda.raise_rails(Some(tokens), Some(hidden));
+            config.check().unwrap();
+            let bounds = Bounds::of(&world, &config).unwrap().unwrap();
+            let row = (2 * hidden).next_multiple_of(16);
+            bounds.check_tokens(tokens).unwrap();
+            bounds.check_lane(tokens, row, 8 * tokens).unwrap();
+            // A routing map without a bound counts every expert as a choice.
+            bounds.check_lane(tokens, row, 256 * tokens).unwrap();
+            assert!(bounds.check_tokens(config.cuda.rail_tokens + 1).is_err());
+        }
+        let bounds = Bounds::of(&world, &Config::default()).unwrap().unwrap();
+        assert!(bounds.check_lane(4096, 2 * 8192, 0).is_err());
+    }
+
+    #[test]
+    fn of_the_settings_of_all_ranks_the_largest_apply() {
+        let of = |tokens, choices, lane_bytes| RailSettings { tokens, choices, lane_bytes };
+        let largest = RailSettings::largest([of(64, 8, 8192), of(32, 9, 4096)]);
+        assert_eq!(largest, of(64, 9, 8192));
+        assert_eq!(RailSettings::of(&largest.applied_to(&Config::default())), largest);
+        assert!(largest.is_valid() && !of(0, 8, 8192).is_valid());
+    }
+
+    #[test]
+    fn only_a_kernel_that_copies_needs_a_multiprocessor_of_its_own() {
+        for (domains, engine, expected) in [
+            (2, "loopback", (0, 0)),
+            (2, "paced:25GB/s,5us", (0, 1)),
+            (2, "paced:25GB/s,5us,kernel", (1, 1)),
+            (1, "paced:25GB/s,5us,kernel", (0, 0)),
+        ] {
+            let world = World::builder().ranks(2).domains(domains).experts(2).build().unwrap();
+            let mut config = Config::default();
+            config.host.transport.engine = engine.into();
+            let found =
+                (blocks_of_copies(&world, &config).unwrap(), streams_of_copies(&world, &config).unwrap());
+            assert_eq!(found, expected, "{domains} {engine}");
         }
     }
 }

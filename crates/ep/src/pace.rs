@@ -22,7 +22,7 @@ pub enum Copier {
     /// The CUDA driver, which is asked for each copy.
     #[default]
     Driver,
-    /// A kernel of each rank, which occupies a part of one SM while copies are asked for.
+    /// A kernel of each rank, which needs an SM of its own while copies are asked for, and 5 ms longer.
     Kernel,
 }
 

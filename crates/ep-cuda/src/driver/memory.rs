@@ -342,8 +342,7 @@ impl Pinned {
     pub(crate) fn new(device: &Arc<Device>, start: NonNull<u8>, bytes: usize) -> Result<Self> {
         let _bound = device.bind()?;
         let what = || format!("pinning {bytes} bytes of host memory");
-        let hint =
-            "use shorter lanes (HYBRID_EP_CUDA_LANE_BYTES), or raise the limit of locked memory (ulimit -l)";
+        let hint = "use shorter lanes (HYBRID_EP_CUDA_LANE_BYTES on all ranks), or raise the limit of locked memory (ulimit -l)";
         const FLAGS: u32 = sys::CU_MEMHOSTREGISTER_PORTABLE | sys::CU_MEMHOSTREGISTER_DEVICEMAP;
         // SAFETY: the caller keeps the memory mapped; undone in `drop`.
         check(unsafe { sys::cuMemHostRegister_v2(start.as_ptr().cast(), bytes, FLAGS) }, what, hint)?;

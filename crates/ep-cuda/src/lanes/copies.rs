@@ -4,7 +4,7 @@ use std::fmt::Debug;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use ep::{CallerError, Copier, Put, Rail, Rank, Result};
+use ep::{Copier, Put, Rail, Rank, Result};
 use ep_rail::{Carry, Loopback};
 
 use super::DeviceLanes;
@@ -38,7 +38,7 @@ pub(super) struct Ranges {
     pub(super) number: u32,
     pub(super) from: DeviceAddress,
     pub(super) to: DeviceAddress,
-    pub(super) bytes: u32,
+    pub(super) bytes: usize,
 }
 
 /// Executes the puts of a rank whose lanes, like those of its rail peers, are in GPU memory.
@@ -130,12 +130,8 @@ impl Carry for LaneCopies {
         }
         let from = lanes[own].at("source of a put", put.source, put.len)?;
         let to = lanes[peer].at("destination of a put", put.destination, put.len)?;
-        let bytes = u32::try_from(put.len).map_err(|_| {
-            let (what, expected) = ("a put", u32::MAX as usize);
-            CallerError::Shape { what, expected, found: put.len, unit: "bytes" }
-        })?;
         let number = begun.wrapping_add(1);
-        copier.begin(stream, &Ranges { number, from, to, bytes })?;
+        copier.begin(stream, &Ranges { number, from, to, bytes: put.len })?;
         *begun = number;
         Ok(Some(LaneCopy { number, begun: Instant::now() }))
     }

@@ -29,7 +29,7 @@ impl LaneCopier for ByDriver {
     fn begin(&mut self, stream: &Stream, &Ranges { number, from, to, bytes }: &Ranges) -> Result<()> {
         // Another thread may be capturing a graph.
         let _relaxed = Relaxed::new();
-        stream.copy(from, to, bytes as usize)?;
+        stream.copy(from, to, bytes)?;
         stream.store(self.ended.address(), number)
     }
 

@@ -101,7 +101,7 @@ pub(crate) const SIGNALS: usize = 2 * (1 + RAIL_SECTIONS * MAX_CHUNKS);
 /// The limits that the engine of a rail's proxies must support.
 pub(crate) fn limits(layout: &RailLayout) -> Limits {
     let put_bytes = layout.lane_bytes.max(size_of::<RailPlan>());
-    Limits { signals: SIGNALS, put_bytes, advice: "lower HYBRID_EP_CUDA_LANE_BYTES" }
+    Limits { signals: SIGNALS, put_bytes, advice: "lower HYBRID_EP_CUDA_LANE_BYTES on all ranks" }
 }
 
 #[cfg(test)]

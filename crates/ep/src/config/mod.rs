@@ -104,7 +104,7 @@ pub struct CudaConfig {
     /// `HYBRID_EP_CUDA_RAIL_CHOICES`, 1..=1,024.
     pub rail_choices: usize,
     /// Between NVLink domains: bytes of a lane, which holds the rows that a rank sends to one other domain in an operator.
-    /// A rank has four lanes of pinned host memory per domain. Default 64 MiB. `HYBRID_EP_CUDA_LANE_BYTES`,
+    /// A rank has four lanes per domain, in pinned host memory or in GPU memory. Default 64 MiB. `HYBRID_EP_CUDA_LANE_BYTES`,
     /// 4 KiB..=16 GiB.
     pub lane_bytes: usize,
 }
@@ -153,12 +153,13 @@ impl CudaConfig {
     /// Raises the bounds between NVLink domains, where they are lower, so that a rank may have `tokens` tokens, and rows may
     /// have `hidden` elements of bf16. `None`: nothing is raised for it.
     pub fn raise_rails(&mut self, tokens: Option<usize>, hidden: Option<usize>) {
-        /// Room beside a token's row: the weights of 32 choices.
-        const WEIGHTS: usize = 128;
         const PAGE: usize = 4096;
         self.rail_tokens = self.rail_tokens.max(tokens.unwrap_or(0));
         let Some(hidden) = hidden else { return };
-        let row = hidden.saturating_mul(2).saturating_add(16 + WEIGHTS);
+        // A row is rounded up to 16 bytes, and has a weight of 4 bytes for each choice.
+        let weights = self.rail_choices.saturating_mul(4);
+        let row = hidden.saturating_mul(2).saturating_add(14).saturating_add(weights);
+        // Sections of a lane begin at multiples of 128 bytes, and lanes are whole pages.
         let lane = self.rail_tokens.saturating_mul(row).saturating_add(2 * PAGE);
         self.lane_bytes = self.lane_bytes.max(lane / PAGE * PAGE);
     }
@@ -329,7 +330,8 @@ mod tests {
         let (more, lane) = raised(Some(8192), Some(7168));
         assert_eq!(more, 8192);
         assert!(
-            (8192 * (2 * 7168 + 4 * 8)..8192 * (2 * 7168 + 256)).contains(&lane) && lane.is_multiple_of(4096)
+            (8192 * (2 * 7168 + 4 * 8) + 384..8192 * (2 * 7168 + 64)).contains(&lane)
+                && lane.is_multiple_of(4096)
         );
         // Values out of range are refused by `Config::check`, like those of the environment.
         assert_eq!(raised(Some(usize::MAX), Some(usize::MAX)).0, usize::MAX);

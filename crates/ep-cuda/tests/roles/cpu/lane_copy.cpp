@@ -32,10 +32,22 @@ u64 commands[SLOTS * LANE_COMMAND_WORDS];
 u32 ended = FIRST - 1, left = 0;
 Launched launches[MOST_LAUNCHES];
 
+// The orders of the host are not those of the kernel: a mutant leaves them as they are.
+u32 load(const u32* word) {
+    machine::poll();
+    return __atomic_load_n(word, __ATOMIC_ACQUIRE);
+}
+
+template <class Word>
+void store(Word* word, Word value) {
+    machine::step(true);
+    __atomic_store_n(word, value, __ATOMIC_RELEASE);
+}
+
 void kernel(const void* params) {
     const auto& launched = *static_cast<const Launched*>(params);
     u32 state = 0;
-    while (state == 0) state = ld_acquire_sys(&launched.state);
+    while (state == 0) state = load(&launched.state);
     if (state == 1) lane_copy(launched.params);
 }
 
@@ -50,7 +62,7 @@ public:
             command(copy);
         }
         for (u32 copy = COPIES - SLOTS; copy < COPIES; copy++) check(copy);
-        for (u32 at = launched; at < MOST_LAUNCHES; at++) st_release_sys(&launches[at].state, 2);
+        for (u32 at = launched; at < MOST_LAUNCHES; at++) store(&launches[at].state, 2u);
         std::printf("launches: %u\n", launched);
     }
 
@@ -77,27 +89,24 @@ private:
         const u64 from = reinterpret_cast<u64>(&source[slot][offset]);
         const u64 to = reinterpret_cast<u64>(&destination[slot][offset]);
         const u64 words[] = {from & ALL_BITS, from >> 32, to & ALL_BITS, to >> 32, bytes};
-        for (u32 at = 0; at < 5; at++) {
-            machine::step(true);
-            u64* word = &commands[number % SLOTS * LANE_COMMAND_WORDS + at];
-            __atomic_store_n(word, static_cast<u64>(number) << 32 | words[at], __ATOMIC_RELEASE);
-        }
+        for (u32 at = 0; at < 5; at++)
+            store(&commands[number % SLOTS * LANE_COMMAND_WORDS + at], static_cast<u64>(number) << 32 | words[at]);
         commanded = number;
         go_on();
     }
 
     void go_on() {
-        if (ld_acquire_sys(&left) != launched) return;
-        const u32 last = ld_acquire_sys(&ended);
+        if (load(&left) != launched) return;
+        const u32 last = load(&ended);
         if (last == commanded) return;
         if (launched == MOST_LAUNCHES) machine::fail("more launches than commands");
         Launched& next = launches[launched++];
         next.params = {commands, &ended, &left, last + 1, launched, SLOTS, patience_ns};
-        st_release_sys(&next.state, 1);
+        store(&next.state, 1u);
     }
 
     void check(u32 copy) {
-        while (ld_acquire_sys(&ended) - (FIRST + copy) >= 1u << 31) go_on();
+        while (load(&ended) - (FIRST + copy) >= 1u << 31) go_on();
         const u32 offset = offset_of(copy), bytes = bytes_of(copy);
         for (u32 at = 0; at < LANE_BYTES; at++) {
             const bool inside = at >= offset && at < offset + bytes;
