@@ -80,12 +80,11 @@ class Buffer(Joined):
         workers: CPU only: the number of threads of an operator. Default: cores divided by ranks.
         sms: GPU only: the number of streaming multiprocessors that dispatch and combine use. Default: HYBRID_EP_SMS,
             else 32.
-        max_tokens: GPUs in several domains only: a rank may have at least this many tokens in a call. Default:
-            HYBRID_EP_CUDA_RAIL_TOKENS, else 4,096. Ranks may differ, here and in `max_hidden`: the largest number
-            counts.
-        max_hidden: GPUs in several domains only: with `max_tokens`, the memory between domains has room for at least
-            `max_tokens` bfloat16 rows of this many elements for each other domain. Default: HYBRID_EP_CUDA_LANE_BYTES,
-            else 64 MiB, for rows of any length.
+        max_tokens: GPUs in several domains only: makes room for this many tokens of a rank in a call. It only raises
+            HYBRID_EP_CUDA_RAIL_TOKENS (4,096 if not set). Of the values of all ranks, the largest applies; a call with
+            more tokens fails.
+        max_hidden: GPUs in several domains only: makes room for that many bfloat16 rows of this many elements. It only
+            raises HYBRID_EP_CUDA_LANE_BYTES (64 MiB if not set). Give the same number on all ranks.
 
     Raises:
         CallerError: An argument is out of range, or ranks passed different arguments.

@@ -442,7 +442,7 @@ class HybridEPBuffer:
         return self.configurer.buffer_config.num_of_experts_per_rank * self.group_size
 
     def _buffer_for(self, hidden: Tensor, num_experts: int) -> Buffer:
-        """Returns the communicator for these tokens' device and this number of experts. Making a new one is collective."""
+        """Returns the communicator for the device of the tokens and the number of experts. Making one is collective."""
         device = hidden.device
         buffer = self._buffers.get((device, num_experts))
         if buffer is None:

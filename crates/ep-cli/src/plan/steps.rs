@@ -572,3 +572,20 @@ pub(super) fn compared(shown: &Shown, options: &Options) -> String {
     }
     text
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_pipeline_says_how_many_layers_a_stage_has() {
+        for (layers, stages, expected) in [
+            (58, 1, ""),
+            (58, 2, "; 29 MoE layers in each stage"),
+            (58, 58, "; 1 MoE layer in each stage"),
+            (58, 16, "; at most 4 of the 58 MoE layers in a stage"),
+        ] {
+            assert_eq!(layers_of_a_stage(layers, stages), expected);
+        }
+    }
+}
