@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use ep::call::Maker;
 use ep::join::Rendezvous;
 use ep::{CallerError, Config, EnvironmentError, Error, Operator, PeerFault, Rank, Result, Transport, World};
-use ep_rail::connect_rail;
+use ep_rail::{Streams, connect_rail, needs_blobs, rail_of};
 
 use crate::comm::Comm;
 use crate::control::{Control, Health};
@@ -16,7 +16,6 @@ use crate::engine;
 use crate::join::{self, Connected, FIRST_ARENA_SEGMENT};
 use crate::memory::Arena;
 use crate::pulse::Pulse;
-use crate::rail::{Rails, needs_blobs};
 use crate::simd::Level;
 use crate::wait::no_heartbeat;
 
@@ -101,7 +100,7 @@ impl HostBuffer {
             let rank = joining.rank();
             let connected = join::connect(world, joining, config)?;
             let opened = engine::open(world, rank, config, &connected)?;
-            let blobs = match needs_blobs(world, config) {
+            let blobs = match needs_blobs(world.topology().domains(), &config.host) {
                 true => joining.all_gather(&opened.blob())?,
                 false => vec![Vec::new(); world.ranks()],
             };
@@ -124,7 +123,7 @@ impl HostBuffer {
         let Connected { directory, processes, machines, segments } = connected;
         let controls: Vec<Control> = segments.iter().map(|segments| segments.control.clone()).collect();
         let window = segments[rank.index()].window.clone().expect("a rank maps its own window");
-        let rails = Rails::new(&world, rank, window, config, transport)?;
+        let rails = Streams::new(&rail_of(&world, rank)?, window, &config.host, transport)?;
 
         let workers = match config.host.workers {
             0 => (std::thread::available_parallelism().map_or(1, usize::from) / machines.ranks_here()).max(1),

@@ -14,13 +14,13 @@ use std::sync::atomic::Ordering::Relaxed;
 use ep::call::dispatched;
 use ep::layout::TokenCopy;
 use ep::{DispatchMode, Element, Error, Rank, Result};
+use ep_rail::ClaimedSlot;
 
 use crate::comm::{Op, PeerMemories, PeerMemory};
 use crate::dispatch::{PROBS, TOKENS};
 use crate::handle::HostHandle;
 use crate::message::{Format, Header, Message};
 use crate::progress::{Idle, Waiting};
-use crate::rail::ClaimedSlot;
 use crate::schedule::{MessageCounts, Schedule};
 use crate::simd::{self, SumRow, flag};
 

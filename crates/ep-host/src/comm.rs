@@ -17,7 +17,7 @@ use ep::{
     CallerError, Config, EnvironmentError, Error, Interrupt, Operator, PeerError, PeerFault, Posted, Rank,
     Result, World,
 };
-use ep_rail::Segment;
+use ep_rail::{ClaimedSlot, Segment, Streams};
 
 use crate::control::{Control, Health, MEMORIES};
 use crate::directory::Directory;
@@ -25,7 +25,6 @@ use crate::processes::Processes;
 use crate::progress::{Idle, ProgressMonitor, Waiting};
 use crate::published::PublishedMemory;
 use crate::pulse::Pulse;
-use crate::rail::{ClaimedSlot, Rails};
 use crate::signature::{self, CollectiveArguments, SIGNATURE};
 use crate::simd::{Level, stream_fence};
 
@@ -38,7 +37,7 @@ pub(crate) struct Comm {
     /// By rank.
     pub(crate) controls: Vec<Control>,
     pub(crate) directory: Directory,
-    pub(crate) rails: Rails,
+    pub(crate) rails: Streams,
     pub(crate) processes: Processes,
     pub(crate) machines: Machines,
     pub(crate) pulse: Pulse,

@@ -13,13 +13,13 @@ use std::sync::{Mutex, PoisonError};
 
 use ep::layout::TokenCopy;
 use ep::{DispatchMode, Rank, Result, TokenFormat};
+use ep_rail::ClaimedSlot;
 
 use crate::comm::{Op, PeerMemories, PeerMemory};
 use crate::handle::{ForwardList, HostHandle};
 use crate::memory::HostMemory;
 use crate::message::{Format, Header, Message, Source};
 use crate::progress::{Idle, Waiting};
-use crate::rail::ClaimedSlot;
 use crate::schedule::{MessageCounts, Schedule};
 use crate::simd;
 

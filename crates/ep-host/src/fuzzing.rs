@@ -4,12 +4,11 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use ep::layout::TokenCopy;
-use ep::{Config, Rail, Rank, World};
-use ep_rail::{Loopback, Segment};
+use ep::{HostConfig, Rail, Rank, World};
+use ep_rail::{Loopback, Segment, Streams, WindowLayout};
 
 use crate::control::Control;
 use crate::message::{Format, Header, Message, Source};
-use crate::rail::{Rails, WindowLayout};
 use crate::status::Status;
 
 /// What the receiver of a message knows before it reads the message.
@@ -136,20 +135,19 @@ pub fn slot_of(expected: &Expected, tokens: &[(u32, &[u32])]) -> Option<Vec<u8>>
 /// # Panics
 /// When a call of rank 0 panics, or returns an error that names no peer.
 pub fn drive_rails(script: &[u8]) {
-    let world = World::builder().ranks(3).domains(3).experts(3).build().expect("a world");
-    let mut config = Config::default();
-    (config.host.slots, config.host.slot_bytes) = (2, 64);
-    let layout = WindowLayout::new(&world, &config).expect("a small window");
+    let mut config = HostConfig::default();
+    (config.slots, config.slot_bytes) = (2, 64);
+    let layout = WindowLayout::new(3, &config).expect("a small window");
     let window = || Arc::new(Segment::private(layout.bytes()).expect("a little memory"));
     let windows: Vec<_> = (0..3).map(|_| window()).collect();
-    let rings =
-        Loopback::reserved(3, WindowLayout::signals(config.host.slots)).checked().expect("a small window");
+    let rings = Loopback::reserved(3, WindowLayout::signals(config.slots)).checked().expect("a small window");
     let rail = Rail::new((0..3).map(Rank).collect(), 0).expect("a rail");
     // SAFETY: only this thread uses the windows.
-    let loopback = unsafe { Loopback::new(rail, windows.clone(), WindowLayout::signals(config.host.slots)) };
+    let loopback =
+        unsafe { Loopback::new(rail.clone(), windows.clone(), WindowLayout::signals(config.slots)) };
     let loopback = loopback.expect("windows with room for the rings");
     let own = Arc::clone(&windows[0]);
-    let rails = Rails::new(&world, Rank(0), own, &config, Box::new(loopback)).expect("a small window");
+    let rails = Streams::new(&rail, own, &config, Box::new(loopback)).expect("a small window");
 
     let mut steps = script.iter().copied();
     while let Some(step) = steps.next() {

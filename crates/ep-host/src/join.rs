@@ -14,7 +14,7 @@ use ep::join::{Introduction, Joining, Met};
 use ep::{Config, Counts, Rank, Result, Size, World};
 #[cfg(target_os = "linux")]
 use ep::{PeerError, PeerFault};
-use ep_rail::Segment;
+use ep_rail::{Segment, WindowLayout};
 
 use crate::control::Control;
 use crate::directory::Directory;
@@ -22,7 +22,6 @@ use crate::preprocess;
 use crate::processes::Processes;
 #[cfg(target_os = "linux")]
 use crate::published::SegmentName;
-use crate::rail::WindowLayout;
 
 /// Numbers of a rank's first segments. 0 stands for "none" in control blocks; the arena's segments follow.
 #[cfg(target_os = "linux")]
@@ -52,7 +51,8 @@ impl RankSegments {
         };
         Ok([
             with_stamp(Control::bytes(world)?).bytes("control block")?,
-            with_stamp(WindowLayout::new(world, config)?.bytes()).bytes("window")?,
+            with_stamp(WindowLayout::new(world.topology().domains(), &config.host)?.bytes())
+                .bytes("window")?,
         ])
     }
 

@@ -49,7 +49,6 @@
 //! | `published` | how ranks name memory to each other | `control`, `directory`, `memory` |
 //! | `pulse` | the heartbeat thread; tells a busy rank from a stopped process | `buffer`, `wait` |
 //! | `control` | the control block, and the protocol that makes shared access sound | `comm`, `wait`, `pulse` |
-//! | `rail` | rings of slots and credits between domains | `comm`, the three operators |
 //! | `engine` | the choice of the [`ep::Transport`], from the configuration | `buffer` |
 //! | `message` | layout and checks of a message in a slot | the three operators |
 //! | `handle` | [`HostHandle`]: the result of preprocess | `operators`, `dispatch`, `combine` |
@@ -91,7 +90,6 @@ mod processes;
 mod progress;
 mod published;
 mod pulse;
-mod rail;
 mod schedule;
 mod signature;
 mod simd;

@@ -4,7 +4,7 @@
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
-use crate::rail::{ClaimedSlot, Rails};
+use ep_rail::{ClaimedSlot, Streams};
 
 /// Numbers of messages sent to a domain and received from it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -30,7 +30,7 @@ pub(crate) struct Schedule {
 impl Schedule {
     /// The schedule of an operator with these numbers of messages, by domain.
     pub(crate) fn new(
-        rails: &Rails,
+        rails: &Streams,
         tokens: usize,
         chunk: usize,
         messages: impl Iterator<Item = MessageCounts>,
@@ -65,7 +65,7 @@ impl Schedule {
     /// Claims the next own chunk together with one slot of every other domain, if all domains are `ready`.
     pub(crate) fn claim_own(
         &self,
-        rails: &Rails,
+        rails: &Streams,
         ready: impl Fn(usize) -> bool,
         claim: impl Fn(usize) -> Option<ClaimedSlot>,
     ) -> Option<(usize, Vec<ClaimedSlot>)> {
@@ -84,19 +84,19 @@ impl Schedule {
     }
 
     /// Claims the next message to a domain if its slot is free. Returns the message's number within this operator.
-    pub(crate) fn claim_send(&self, rails: &Rails, domain: usize) -> Option<(usize, ClaimedSlot)> {
+    pub(crate) fn claim_send(&self, rails: &Streams, domain: usize) -> Option<(usize, ClaimedSlot)> {
         let (number, claim) = rails.claim_send(domain, self.after[domain].sent)?;
         Some(((number - self.before[domain].sent) as usize, claim))
     }
 
     /// Claims the next message from a domain if it has arrived. Returns the message's number within this operator.
-    pub(crate) fn claim_receive(&self, rails: &Rails, domain: usize) -> Option<(usize, ClaimedSlot)> {
+    pub(crate) fn claim_receive(&self, rails: &Streams, domain: usize) -> Option<(usize, ClaimedSlot)> {
         let (number, claim) = rails.claim_receive(domain, self.after[domain].received)?;
         Some(((number - self.before[domain].received) as usize, claim))
     }
 
     /// The messages of a domain that no worker has claimed.
-    pub(crate) fn unclaimed(&self, rails: &Rails, domain: usize) -> MessageCounts {
+    pub(crate) fn unclaimed(&self, rails: &Streams, domain: usize) -> MessageCounts {
         let (sent, received) = rails.position(domain);
         let after = self.after[domain];
         MessageCounts { sent: after.sent - sent, received: after.received - received }

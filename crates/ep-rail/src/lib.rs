@@ -8,6 +8,7 @@
 //! | `loopback` | [`Loopback`]: the [`ep::Transport`] for ranks of one machine |
 //! | `paced` | [`Paced`]: `loopback` with the bandwidth and the latency of an emulated link |
 //! | `fabric` | [`open_fabric`]: opens an engine over libfabric; an error without the feature `fabric` |
+//! | `streams` | [`Streams`]: messages in slots, with credits, over any engine; [`open_streams`]: opens the engine for them |
 //! | `rail` | [`rail_of`]: the ranks of a rail; [`connect_rail`]: connects an engine with them; the error for a peer that breaks its protocol |
 
 mod fabric;
@@ -15,6 +16,7 @@ mod loopback;
 mod paced;
 mod rail;
 mod segment;
+mod streams;
 #[cfg(test)]
 mod testing;
 
@@ -23,3 +25,4 @@ pub use loopback::Loopback;
 pub use paced::{Carry, InHostMemory, Paced};
 pub use rail::{broken, connect_rail, rail_of};
 pub use segment::Segment;
+pub use streams::{ClaimedSlot, Streams, WindowLayout, needs_blobs, open_streams};

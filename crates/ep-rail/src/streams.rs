@@ -5,29 +5,73 @@
 //! the slot on both sides. The credit also completes the send: no other completion is needed, and at most one message
 //! and one credit per slot are in flight, so no queue overflows.
 //!
-//! `comm`, `preprocess`, `dispatch` and `combine` call this module; `schedule` claims slots for the latter two.
+//! The CPU backend's operators and the carrier of the migration use this module. The CUDA backend has lanes instead.
 
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
-use ep::{Config, Posted, Put, Rank, Result, Signal, Size, Transport, World};
-use ep_rail::{Loopback, Segment, broken};
+use ep::{
+    CallerError, Copier, HostConfig, Limits, Posted, Put, Rail, Rank, Result, Signal, Size, Transport,
+    Unconnected,
+};
+
+use crate::{Loopback, Paced, RankPlace, Segment, broken, open_fabric};
 
 /// A signal has its kind in bit 16 and a slot in the 16 bits below. `DATA`: the slot holds a message.
 const DATA: u32 = 0;
 /// `CREDIT`: the receiver has read the message in the slot.
 const CREDIT: u32 = 1 << 16;
 
-/// Whether the ranks must exchange blobs, because the engine does not map the windows of the peers.
-pub(crate) fn needs_blobs(world: &World, config: &Config) -> bool {
-    world.topology().domains() > 1 && !config.host.transport.maps_windows()
+/// Whether the ranks of a rail over this many domains must exchange blobs, because the engine does not map the windows of
+/// the peers.
+pub fn needs_blobs(domains: usize, config: &HostConfig) -> bool {
+    domains > 1 && !config.transport.maps_windows()
+}
+
+/// Opens the engine that `config` selects, for [`Streams`] between the ranks of `rail`. `window` returns the window of a
+/// rank: for an engine that maps the windows of the peers, of every rank of the rail, otherwise of this rank only. Each
+/// has at least [`WindowLayout::bytes`] bytes.
+///
+/// A rail of one domain needs no engine: it gets `loopback`, whatever the settings select.
+///
+/// # Errors
+/// Those of `window`, [`Loopback::new`] and [`open_fabric`]; [`CallerError::Config`] for an emulated link whose bytes a
+/// kernel copies.
+pub fn open_streams(
+    rail: Rail,
+    place: &RankPlace,
+    config: &HostConfig,
+    window: impl Fn(Rank) -> Result<Arc<Segment>>,
+) -> Result<Box<dyn Unconnected>> {
+    let (domains, signals) = (rail.ranks().len(), WindowLayout::signals(config.slots));
+    if needs_blobs(domains, config) {
+        let put_bytes = config.slot_bytes.next_multiple_of(64);
+        let limits = Limits { signals, put_bytes, advice: "lower HYBRID_EP_SLOTS or HYBRID_EP_SLOT_BYTES" };
+        let own = window(rail.own())?;
+        return open_fabric(rail, place, own, &config.transport, limits);
+    }
+    let windows = rail.ranks().iter().map(|&peer| window(peer)).collect::<Result<Vec<_>>>()?;
+    // SAFETY: puts copy slots only. The sender fills a send slot after the credit of the slot's last message. The receiver
+    // reads a receive slot after the message's signal and before it posts the credit, and no other rank writes to that slot.
+    // The rings lie in front of all slots.
+    let loopback = unsafe { Loopback::new(rail, windows, signals)? };
+    let Some(pace) = config.transport.pace()? else { return Ok(Box::new(loopback)) };
+    if pace.copier() == Copier::Kernel {
+        let (key, value) = ("HYBRID_EP_TRANSPORT", config.transport.engine.clone());
+        let problem = "only GPUs have a `kernel` that copies; leave this part out on the CPU backend".into();
+        return Err(CallerError::Config { key, value, problem }.into());
+    }
+    match domains {
+        1 => Ok(Box::new(loopback)),
+        _ => Ok(Box::new(Paced::new(loopback, pace, signals)?)),
+    }
 }
 
 /// The layout of a window: signal rings of the engine, receive slots by domain, send slots by domain.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct WindowLayout {
+pub struct WindowLayout {
     domains: usize,
     /// Slots per ring.
     slots: usize,
@@ -39,31 +83,33 @@ pub(crate) struct WindowLayout {
 }
 
 impl WindowLayout {
+    /// The layout of a rail over this many domains.
+    ///
     /// # Errors
-    /// [`ep::CallerError::TooLarge`] for a window that is longer than the address space.
-    pub(crate) fn new(world: &World, config: &Config) -> Result<Self> {
+    /// [`CallerError::TooLarge`] for a window that is longer than the address space.
+    pub fn new(domains: usize, config: &HostConfig) -> Result<Self> {
         const WHAT: &str = "the window of a rank";
-        let (domains, slots) = (world.topology().domains(), config.host.slots);
-        let first = match needs_blobs(world, config) {
+        let slots = config.slots;
+        let first = match needs_blobs(domains, config) {
             true => 0,
-            // The engine is `loopback`, alone or inside `paced`. It is `loopback` in a world of one domain, whatever
-            // the settings select.
+            // The engine is `loopback`, alone or inside `paced`. It is `loopback` on a rail of one domain, whatever the
+            // settings select.
             false => Loopback::reserved(domains, Self::signals(slots)).bytes(WHAT)?,
         };
-        let slot_bytes = Size::new(config.host.slot_bytes).next_multiple_of(64);
-        // A world of one domain sends no messages.
+        let slot_bytes = Size::new(config.slot_bytes).next_multiple_of(64);
+        // A rail of one domain carries no messages.
         let rings = if domains > 1 { Size::new(domains) * 2 * slots } else { Size::new(0) };
         let bytes = (rings * slot_bytes + first).bytes(WHAT)?;
         Ok(Self { domains, slots, slot_bytes: slot_bytes.bytes(WHAT)?, first, bytes })
     }
 
     /// Greatest number of signals in flight from one rank to another: one `DATA` and one `CREDIT` for every slot.
-    pub(crate) fn signals(slots: usize) -> usize {
+    pub fn signals(slots: usize) -> usize {
         2 * slots
     }
 
     /// Length of a window, bytes.
-    pub(crate) fn bytes(&self) -> usize {
+    pub fn bytes(&self) -> usize {
         self.bytes
     }
 
@@ -79,7 +125,7 @@ impl WindowLayout {
 }
 
 /// The streams between a rank and the others of its rail.
-pub(crate) struct Rails {
+pub struct Streams {
     transport: Box<dyn Transport>,
     window: Arc<Segment>,
     layout: WindowLayout,
@@ -108,8 +154,9 @@ struct Stream {
 
 /// A claimed slot of a stream: only the worker that holds the claim fills or reads it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct ClaimedSlot {
-    pub(crate) domain: usize,
+pub struct ClaimedSlot {
+    /// The domain of the stream.
+    pub domain: usize,
     slot: usize,
 }
 
@@ -120,61 +167,71 @@ impl ClaimedSlot {
     }
 }
 
-impl Rails {
-    pub(crate) fn new(
-        world: &World,
-        rank: Rank,
+impl Streams {
+    /// The streams of this rank of `rail`. `window` is this rank's, and `transport` the connected engine
+    /// ([`open_streams`]).
+    ///
+    /// # Errors
+    /// As for [`WindowLayout::new`].
+    pub fn new(
+        rail: &Rail,
         window: Arc<Segment>,
-        config: &Config,
+        config: &HostConfig,
         transport: Box<dyn Transport>,
     ) -> Result<Self> {
-        let layout = WindowLayout::new(world, config)?;
-        let topology = world.topology();
+        let layout = WindowLayout::new(rail.ranks().len(), config)?;
         let flags = || (0..layout.slots).map(|_| AtomicBool::new(false)).collect();
-        let streams = topology
-            .rail_ranks(topology.local_rank_of(rank))
-            .map(|peer| Stream {
-                peer,
-                sent: Mutex::new(0),
-                received: Mutex::new(0),
-                busy: flags(),
-                full: flags(),
-            })
-            .collect();
-        let own_domain = topology.domain_of(rank);
+        let stream = |&peer: &Rank| Stream {
+            peer,
+            sent: Mutex::new(0),
+            received: Mutex::new(0),
+            busy: flags(),
+            full: flags(),
+        };
+        let (streams, own_domain) = (rail.ranks().iter().map(stream).collect(), rail.own_index());
         let (bytes, messages) = (AtomicU64::new(0), AtomicU64::new(0));
-        Ok(Self { transport, window, layout, lend: config.host.lend, own_domain, streams, bytes, messages })
+        Ok(Self { transport, window, layout, lend: config.lend, own_domain, streams, bytes, messages })
     }
 
     /// The engine's name.
-    pub(crate) fn transport_name(&self) -> &str {
+    pub fn transport_name(&self) -> &str {
         self.transport.name()
     }
 
     /// The domains other than this rank's, in order.
-    pub(crate) fn others(&self) -> impl Iterator<Item = usize> + Clone + use<> {
+    pub fn others(&self) -> impl Iterator<Item = usize> + Clone + use<> {
         let own = self.own_domain;
         (0..self.layout.domains).filter(move |&domain| domain != own)
     }
 
     /// The rank on this rail in `domain`.
-    pub(crate) fn peer(&self, domain: usize) -> Rank {
+    pub fn peer(&self, domain: usize) -> Rank {
         self.streams[domain].peer
     }
 
+    /// The CPUs near the engine's network card ([`Transport::near_cpus`]).
+    pub fn near_cpus(&self) -> &[usize] {
+        self.transport.near_cpus()
+    }
+
+    /// Slots per stream and direction.
+    pub fn slots(&self) -> usize {
+        self.layout.slots
+    }
+
     /// Length of a slot, bytes: the greatest length of a message.
-    pub(crate) fn slot_bytes(&self) -> usize {
+    pub fn slot_bytes(&self) -> usize {
         self.layout.slot_bytes
     }
 
     /// Messages sent to and received from `domain` so far. Between operators both ends of the stream agree on them.
-    pub(crate) fn position(&self, domain: usize) -> (u64, u64) {
+    pub fn position(&self, domain: usize) -> (u64, u64) {
         let stream = &self.streams[domain];
         (*lock(&stream.sent), *lock(&stream.received))
     }
 
     /// Claims the next message to `domain` if its number is below `end` and its slot is free. Returns the number.
-    pub(crate) fn claim_send(&self, domain: usize, end: u64) -> Option<(u64, ClaimedSlot)> {
+    pub fn claim_send(&self, domain: usize, end: u64) -> Option<(u64, ClaimedSlot)> {
         let stream = &self.streams[domain];
         let mut next = lock(&stream.sent);
         let slot = (*next % self.layout.slots as u64) as usize;
@@ -187,7 +244,7 @@ impl Rails {
     }
 
     /// Claims the next message from `domain` if its number is below `end` and it has arrived. Returns the number.
-    pub(crate) fn claim_receive(&self, domain: usize, end: u64) -> Option<(u64, ClaimedSlot)> {
+    pub fn claim_receive(&self, domain: usize, end: u64) -> Option<(u64, ClaimedSlot)> {
         let stream = &self.streams[domain];
         let mut next = lock(&stream.received);
         let slot = (*next % self.layout.slots as u64) as usize;
@@ -200,21 +257,27 @@ impl Rails {
         Some((*next - 1, ClaimedSlot { domain, slot }))
     }
 
+    /// Whether the peer has read the message that was sent from a claimed slot. The answer is meaningless once the slot is
+    /// claimed again.
+    pub fn is_free(&self, claim: ClaimedSlot) -> bool {
+        !self.streams[claim.domain].busy[claim.slot].load(Acquire)
+    }
+
     /// Whether [`claim_send`](Self::claim_send) would find a free slot. The caller must hold a lock that excludes other
     /// claims of this stream.
-    pub(crate) fn can_send(&self, domain: usize) -> bool {
+    pub fn can_send(&self, domain: usize) -> bool {
         let (sent, _) = self.position(domain);
         !self.streams[domain].busy[(sent % self.layout.slots as u64) as usize].load(Acquire)
     }
 
     /// Whether [`claim_receive`](Self::claim_receive) would find a message.
-    pub(crate) fn can_receive(&self, domain: usize) -> bool {
+    pub fn can_receive(&self, domain: usize) -> bool {
         let (_, received) = self.position(domain);
         self.streams[domain].full[(received % self.layout.slots as u64) as usize].load(Acquire)
     }
 
     /// The address to write a claimed message to: in the peer's window where the engine lends it, else in this rank's.
-    pub(crate) fn outgoing(&self, claim: ClaimedSlot) -> *mut u8 {
+    pub fn outgoing(&self, claim: ClaimedSlot) -> *mut u8 {
         match self.lent(claim) {
             Some(slot) => slot.as_ptr(),
             None => self.window.at(self.layout.send_slot(claim.domain, claim.slot), self.layout.slot_bytes),
@@ -230,12 +293,12 @@ impl Rails {
     }
 
     /// The address to read a claimed message from.
-    pub(crate) fn incoming(&self, claim: ClaimedSlot) -> *const u8 {
+    pub fn incoming(&self, claim: ClaimedSlot) -> *const u8 {
         self.window.at(self.layout.receive_slot(claim.domain, claim.slot), self.layout.slot_bytes)
     }
 
     /// Sends the first `len` bytes of a claimed slot. On [`Posted::Full`], poll and post again.
-    pub(crate) fn post(&self, claim: ClaimedSlot, len: usize) -> Result<Posted> {
+    pub fn post(&self, claim: ClaimedSlot, len: usize) -> Result<Posted> {
         assert!(len <= self.layout.slot_bytes, "a message of {len} bytes is larger than a slot");
         let mut put = Put::new(self.streams[claim.domain].peer, claim.signal(DATA));
         // The bytes of a lent slot are already in the peer's window.
@@ -252,16 +315,16 @@ impl Rails {
     }
 
     /// Sends the credit for a message that was read. On [`Posted::Full`], poll and release again.
-    pub(crate) fn release(&self, claim: ClaimedSlot) -> Result<Posted> {
+    pub fn release(&self, claim: ClaimedSlot) -> Result<Posted> {
         self.transport.put(Put::new(self.streams[claim.domain].peer, claim.signal(CREDIT)))
     }
 
     /// Handles the signals that have arrived.
     ///
     /// # Errors
-    /// [`PeerError`](ep::PeerError) for a signal that the protocol does not allow. [`crate::comm::Op::poll`] fills in
-    /// the operator.
-    pub(crate) fn poll(&self) -> Result<()> {
+    /// Those of [`Transport::poll`]; [`PeerError`](ep::PeerError) for a signal that the protocol does not allow, with the
+    /// operator of [`broken`].
+    pub fn poll(&self) -> Result<()> {
         let mut invalid = None;
         self.transport.poll(&mut |peer, signal| {
             if !self.handle_signal(peer, signal) {
@@ -291,12 +354,12 @@ impl Rails {
     ///
     /// # Errors
     /// Those of [`Transport::drain`].
-    pub(crate) fn drain(&self, domain: usize, deadline: Instant) -> Result<()> {
+    pub fn drain(&self, domain: usize, deadline: Instant) -> Result<()> {
         self.transport.drain(self.peer(domain), deadline)
     }
 
     /// Bytes and messages sent so far.
-    pub(crate) fn sent(&self) -> (u64, u64) {
+    pub fn sent(&self) -> (u64, u64) {
         (self.bytes.load(Relaxed), self.messages.load(Relaxed))
     }
 }
@@ -311,10 +374,14 @@ mod tests {
 
     use super::*;
 
-    fn config(slots: usize) -> Config {
-        let mut config = Config::default();
-        config.host.slots = slots;
+    fn config(slots: usize) -> HostConfig {
+        let mut config = HostConfig::default();
+        config.slots = slots;
         config
+    }
+
+    fn rail(domains: u32) -> Rail {
+        Rail::new((0..domains).map(Rank).collect(), 0).unwrap()
     }
 
     /// An engine that delivers the signals of a script and records its calls.
@@ -363,32 +430,26 @@ mod tests {
         }
     }
 
-    /// A world of three domains of one rank each, and a config with two slots per ring.
-    fn three_domains() -> (World, Config) {
-        (World::builder().ranks(3).domains(3).experts(3).build().unwrap(), config(2))
-    }
-
-    /// The rails of rank 0 in a world of three domains.
-    fn rails() -> (Rails, Arc<Mutex<Script>>) {
-        let (world, config) = three_domains();
-        let window = Segment::private(WindowLayout::new(&world, &config).unwrap().bytes()).unwrap();
+    /// The streams of rank 0 on a rail of three domains, with two slots per ring.
+    fn streams() -> (Streams, Arc<Mutex<Script>>) {
+        let config = config(2);
+        let window = Segment::private(WindowLayout::new(3, &config).unwrap().bytes()).unwrap();
         let engine = Scripted::default();
         let script = Arc::clone(&engine.0);
-        (Rails::new(&world, Rank(0), Arc::new(window), &config, Box::new(engine)).unwrap(), script)
+        (Streams::new(&rail(3), Arc::new(window), &config, Box::new(engine)).unwrap(), script)
     }
 
     /// Delivers one signal.
-    fn deliver(rails: &Rails, script: &Mutex<Script>, peer: Rank, signal: u32) {
+    fn deliver(streams: &Streams, script: &Mutex<Script>, peer: Rank, signal: u32) {
         lock(script).signals.push((peer, signal));
-        rails.poll().unwrap();
+        streams.poll().unwrap();
     }
 
     #[test]
     fn the_slots_of_a_window_are_adjacent_and_fill_it() {
-        let world = World::builder().ranks(6).domains(3).experts(6).build().unwrap();
         let mut config = config(1024);
-        config.host.slot_bytes = 100;
-        let layout = WindowLayout::new(&world, &config).unwrap();
+        config.slot_bytes = 100;
+        let layout = WindowLayout::new(3, &config).unwrap();
         let slots = |of: fn(&WindowLayout, usize, usize) -> usize| {
             (0..3 * 1024).map(move |index| of(&layout, index / 1024, index % 1024))
         };
@@ -403,93 +464,93 @@ mod tests {
 
     #[test]
     fn messages_use_the_slots_in_turn_and_wait_for_credits() {
-        let (rails, script) = rails();
-        assert!(rails.others().eq([1, 2]));
-        assert_eq!((rails.peer(2), rails.transport_name()), (Rank(2), "scripted"));
+        let (streams, script) = streams();
+        assert!(streams.others().eq([1, 2]));
+        assert_eq!((streams.peer(2), streams.transport_name()), (Rank(2), "scripted"));
         for number in 0..5 {
             let slot = number % 2;
-            assert_eq!(rails.claim_send(2, number), None, "below the end");
-            assert!(rails.can_send(2));
+            assert_eq!(streams.claim_send(2, number), None, "below the end");
+            assert!(streams.can_send(2));
             let claim = ClaimedSlot { domain: 2, slot: slot as usize };
-            assert_eq!(rails.claim_send(2, 9), Some((number, claim)));
-            assert_eq!(rails.position(2), (number + 1, 0));
+            assert_eq!(streams.claim_send(2, 9), Some((number, claim)));
+            assert_eq!(streams.position(2), (number + 1, 0));
             if number >= 1 {
-                assert!(!rails.can_send(2));
-                assert_eq!(rails.claim_send(2, 9), None, "no credit has arrived");
+                assert!(!streams.can_send(2));
+                assert_eq!(streams.claim_send(2, 9), None, "no credit has arrived");
                 // The credit of the message before.
-                deliver(&rails, &script, Rank(2), CREDIT | (1 - slot as u32));
+                deliver(&streams, &script, Rank(2), CREDIT | (1 - slot as u32));
             }
         }
-        assert_eq!(rails.position(1), (0, 0), "the streams are independent");
+        assert_eq!(streams.position(1), (0, 0), "the streams are independent");
     }
 
     #[test]
     fn messages_are_received_in_order_and_once() {
-        let (rails, script) = rails();
+        let (streams, script) = streams();
         for number in 0..5 {
             let slot = number % 2;
-            assert!(!rails.can_receive(1));
-            assert_eq!(rails.claim_receive(1, 9), None, "no message has arrived");
-            deliver(&rails, &script, Rank(1), DATA | slot as u32);
-            assert!(rails.can_receive(1) && !rails.can_receive(2));
-            assert_eq!(rails.claim_receive(1, number), None, "below the end");
+            assert!(!streams.can_receive(1));
+            assert_eq!(streams.claim_receive(1, 9), None, "no message has arrived");
+            deliver(&streams, &script, Rank(1), DATA | slot as u32);
+            assert!(streams.can_receive(1) && !streams.can_receive(2));
+            assert_eq!(streams.claim_receive(1, number), None, "below the end");
             let claim = ClaimedSlot { domain: 1, slot: slot as usize };
-            assert_eq!(rails.claim_receive(1, 9), Some((number, claim)));
-            assert_eq!(rails.position(1), (0, number + 1));
-            let incoming = rails.window.at(rails.layout.receive_slot(1, claim.slot), 1);
-            assert_eq!(rails.incoming(claim), incoming.cast_const());
-            assert_eq!(rails.release(claim), Ok(Posted::Yes));
+            assert_eq!(streams.claim_receive(1, 9), Some((number, claim)));
+            assert_eq!(streams.position(1), (0, number + 1));
+            let incoming = streams.window.at(streams.layout.receive_slot(1, claim.slot), 1);
+            assert_eq!(streams.incoming(claim), incoming.cast_const());
+            assert_eq!(streams.release(claim), Ok(Posted::Yes));
             let credit = Put::new(Rank(1), Signal::new(CREDIT | slot as u32).unwrap());
             assert_eq!(lock(&script).puts.pop(), Some(credit));
         }
-        assert_eq!(rails.sent(), (0, 0));
+        assert_eq!(streams.sent(), (0, 0));
     }
 
     #[test]
     fn a_message_goes_from_its_send_slot_to_the_receive_slot_of_the_sender() {
-        let (rails, script) = rails();
-        rails.claim_send(2, 1).unwrap();
-        let (_, claim) = rails.claim_send(2, 2).unwrap();
-        assert_eq!(rails.outgoing(claim), rails.window.at(rails.layout.send_slot(2, 1), 1));
+        let (streams, script) = streams();
+        streams.claim_send(2, 1).unwrap();
+        let (_, claim) = streams.claim_send(2, 2).unwrap();
+        assert_eq!(streams.outgoing(claim), streams.window.at(streams.layout.send_slot(2, 1), 1));
         lock(&script).full = true;
-        assert_eq!(rails.post(claim, 40), Ok(Posted::Full));
-        assert_eq!(rails.sent(), (0, 0), "nothing was sent");
+        assert_eq!(streams.post(claim, 40), Ok(Posted::Full));
+        assert_eq!(streams.sent(), (0, 0), "nothing was sent");
         lock(&script).full = false;
-        assert_eq!(rails.post(claim, 40), Ok(Posted::Yes));
-        assert_eq!(rails.sent(), (40, 1));
-        let (source, destination) = (rails.layout.send_slot(2, 1), rails.layout.receive_slot(0, 1));
+        assert_eq!(streams.post(claim, 40), Ok(Posted::Yes));
+        assert_eq!(streams.sent(), (40, 1));
+        let (source, destination) = (streams.layout.send_slot(2, 1), streams.layout.receive_slot(0, 1));
         let put = Put::new(Rank(2), Signal::new(DATA | 1).unwrap()).bytes(source..source + 40, destination);
         assert_eq!(lock(&script).puts, [put]);
-        let longest = three_domains().1.host.slot_bytes;
-        assert_eq!(rails.slot_bytes(), longest);
-        assert_eq!(rails.post(claim, longest), Ok(Posted::Yes));
-        rails.drain(2, Instant::now()).unwrap();
+        let longest = config(2).slot_bytes;
+        assert_eq!(streams.slot_bytes(), longest);
+        assert_eq!(streams.post(claim, longest), Ok(Posted::Yes));
+        streams.drain(2, Instant::now()).unwrap();
         assert_eq!(lock(&script).drained, [Rank(2)]);
     }
 
     #[test]
     fn a_message_in_a_lent_slot_needs_only_its_signal() {
-        let (mut rails, script) = rails();
-        let (_, claim) = rails.claim_send(1, 1).unwrap();
-        let lent = Segment::private(rails.layout.bytes()).unwrap();
-        let slot = lent.at(rails.layout.receive_slot(0, 0), 1);
+        let (mut streams, script) = streams();
+        let (_, claim) = streams.claim_send(1, 1).unwrap();
+        let lent = Segment::private(streams.layout.bytes()).unwrap();
+        let slot = lent.at(streams.layout.receive_slot(0, 0), 1);
         lock(&script).lent = Some(lent);
-        assert_eq!(rails.outgoing(claim), slot);
-        assert_eq!(rails.post(claim, 40), Ok(Posted::Yes));
+        assert_eq!(streams.outgoing(claim), slot);
+        assert_eq!(streams.post(claim, 40), Ok(Posted::Yes));
         assert_eq!(lock(&script).puts, [Put::new(Rank(1), Signal::new(DATA).unwrap())]);
-        assert_eq!(rails.sent(), (40, 1));
+        assert_eq!(streams.sent(), (40, 1));
         // The setting that turns lending off.
-        rails.lend = false;
-        assert_eq!(rails.outgoing(claim), rails.window.at(rails.layout.send_slot(1, 0), 1));
+        streams.lend = false;
+        assert_eq!(streams.outgoing(claim), streams.window.at(streams.layout.send_slot(1, 0), 1));
     }
 
     #[test]
     fn a_data_signal_makes_a_message_receivable() {
-        let (rails, script) = rails();
-        let (_, claim) = rails.claim_send(1, 1).unwrap();
+        let (streams, script) = streams();
+        let (_, claim) = streams.claim_send(1, 1).unwrap();
         lock(&script).signals = vec![(Rank(1), CREDIT | claim.slot as u32), (Rank(2), DATA)];
-        rails.poll().unwrap();
-        assert!(rails.can_receive(2) && !rails.can_receive(1));
+        streams.poll().unwrap();
+        assert!(streams.can_receive(2) && !streams.can_receive(1));
     }
 
     #[test]
@@ -502,21 +563,33 @@ mod tests {
             (Rank(9), DATA),          // no rank of the rail
             (Rank(2), DATA),          // the slot is still full
         ] {
-            let (rails, script) = rails();
+            let (streams, script) = streams();
             lock(&script).signals = vec![(Rank(2), DATA), (peer, signal)];
-            let Err(Error::Peer(error)) = rails.poll() else { panic!("{peer} {signal:#x}") };
+            let Err(Error::Peer(error)) = streams.poll() else { panic!("{peer} {signal:#x}") };
             assert_eq!((error.peer, error.rank, error.fault), (peer, Rank(0), PeerFault::Broken));
         }
     }
 
     #[test]
     fn windows_longer_than_the_address_space_are_refused() {
-        let world = World::builder().ranks(4).domains(2).experts(4).build().unwrap();
         for slot_bytes in [usize::MAX, usize::MAX / 64, 1 << 61] {
             let mut config = config(16);
-            config.host.slot_bytes = slot_bytes;
-            let error = WindowLayout::new(&world, &config).unwrap_err().to_string();
+            config.slot_bytes = slot_bytes;
+            let error = WindowLayout::new(2, &config).unwrap_err().to_string();
             assert!(error.contains("window"), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_link_by_a_kernel_is_refused() {
+        for domains in [1, 2] {
+            let mut config = HostConfig::default();
+            config.transport.engine = "paced:25GB/s,5us,kernel".into();
+            let bytes = WindowLayout::new(domains, &config).unwrap().bytes();
+            let window = |_| Segment::private(bytes).map(Arc::new);
+            let opened = open_streams(rail(domains as u32), &RankPlace::default(), &config, window);
+            let error = opened.map(drop).unwrap_err();
+            assert!(matches!(error, Error::Caller(CallerError::Config { .. })), "{error}");
         }
     }
 }
