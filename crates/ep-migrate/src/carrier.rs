@@ -34,7 +34,7 @@ impl Lane {
 ///
 /// Messages of one pair and lane arrive in the order in which they were sent, and the k-th receive takes the k-th
 /// message. A message is at most as long as the capacity of its receive. Both calls start a transfer and return at
-/// once, so that many transfers can be under way; any thread may wait for them.
+/// once, so that many transfers can be under way; any thread may wait for them, in any order.
 pub trait Carrier: Send + Sync + fmt::Debug {
     /// Starts to send a message. The carrier keeps it until the receiver has it.
     ///
@@ -50,6 +50,20 @@ pub trait Carrier: Send + Sync + fmt::Debug {
 
     /// Closes all connections of this rank. Every wait for a transfer ends, on this rank and on its peers.
     fn abort(&self);
+}
+
+impl<C: Carrier + ?Sized> Carrier for Arc<C> {
+    fn send(&self, to: Rank, lane: Lane, message: Arc<Vec<u8>>) -> Result<Box<dyn Sending>, CarrierError> {
+        (**self).send(to, lane, message)
+    }
+
+    fn receive(&self, from: Rank, lane: Lane, capacity: usize) -> Result<Box<dyn Receiving>, CarrierError> {
+        (**self).receive(from, lane, capacity)
+    }
+
+    fn abort(&self) {
+        (**self).abort();
+    }
 }
 
 /// A message on the way to a peer.
@@ -78,6 +92,10 @@ pub trait Receiving: Send + fmt::Debug {
 pub enum CarrierError {
     /// The connection is closed: the peer's process has ended, or one side called [`Carrier::abort`].
     Closed,
+    /// The network does not reach the peer.
+    Unreachable,
+    /// The peer has sent what no correct carrier sends.
+    Broken(String),
     /// Any other reason, in the words of the carrier.
     Failed(String),
 }
@@ -86,7 +104,8 @@ impl fmt::Display for CarrierError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Closed => f.write_str("the connection is closed"),
-            Self::Failed(reason) => f.write_str(reason),
+            Self::Unreachable => f.write_str("the network does not reach the peer"),
+            Self::Broken(reason) | Self::Failed(reason) => f.write_str(reason),
         }
     }
 }

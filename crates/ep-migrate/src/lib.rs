@@ -47,14 +47,16 @@
 //! # }
 //! ```
 //!
-//! - A [`Carrier`] moves messages. The crate has one between threads, [`LocalNetwork`]; the Python package has one over
-//!   `torch.distributed`.
+//! - A [`Carrier`] moves messages. The crate has one between threads, [`LocalNetwork`]; the crate `ep-carrier` has one over
+//!   the engines of rails, and the Python package one over `torch.distributed`.
 //! - Codecs are those of [`ep_codec`].
 //! - Errors name the rank at fault. Every wait ends within [`Settings::timeout`].
 
 #![forbid(unsafe_code)]
 
 mod carrier;
+#[cfg(any(test, feature = "conformance"))]
+pub mod conformance;
 mod dense;
 #[cfg(feature = "fuzzing")]
 #[doc(hidden)]

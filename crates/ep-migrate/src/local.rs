@@ -35,11 +35,30 @@ type Key = (Rank, Rank, Lane);
 
 #[derive(Debug, Default)]
 struct State {
-    /// Messages that have not been received.
-    messages: HashMap<Key, VecDeque<Arc<Vec<u8>>>>,
-    /// The numbers of the next receive to be posted and of the next to be served, by key.
-    turns: HashMap<Key, [u64; 2]>,
+    queues: HashMap<Key, Queue>,
     closed: Vec<Rank>,
+}
+
+#[derive(Debug, Default)]
+struct Queue {
+    /// Messages from number `first` on; `None` for those that were received.
+    messages: VecDeque<Option<Arc<Vec<u8>>>>,
+    first: u64,
+    /// The number of the next receive.
+    posted: u64,
+}
+
+impl Queue {
+    /// Takes the message with this number, if it was sent.
+    fn take(&mut self, number: u64) -> Option<Arc<Vec<u8>>> {
+        let at = usize::try_from(number - self.first).ok()?;
+        let message = self.messages.get_mut(at)?.take();
+        while matches!(self.messages.front(), Some(None)) {
+            self.messages.pop_front();
+            self.first += 1;
+        }
+        message
+    }
 }
 
 impl LocalNetwork {
@@ -73,7 +92,7 @@ impl Carrier for LocalCarrier {
         if state.closed.contains(&self.rank) || state.closed.contains(&to) {
             return Err(CarrierError::Closed);
         }
-        state.messages.entry((self.rank, to, lane)).or_default().push_back(message);
+        state.queues.entry((self.rank, to, lane)).or_default().messages.push_back(Some(message));
         self.wires.changed.notify_all();
         Ok(Box::new(Sent))
     }
@@ -81,10 +100,10 @@ impl Carrier for LocalCarrier {
     fn receive(&self, from: Rank, lane: Lane, capacity: usize) -> Result<Box<dyn Receiving>, CarrierError> {
         let key = (from, self.rank, lane);
         let mut state = self.wires.lock();
-        let [next, _] = state.turns.entry(key).or_default();
-        let turn = *next;
-        *next += 1;
-        Ok(Box::new(Awaited { key, turn, capacity, wires: self.wires.clone() }))
+        let queue = state.queues.entry(key).or_default();
+        let number = queue.posted;
+        queue.posted += 1;
+        Ok(Box::new(Awaited { key, number, capacity, wires: self.wires.clone() }))
     }
 
     fn abort(&self) {
@@ -106,7 +125,7 @@ impl Sending for Sent {
 #[derive(Debug)]
 struct Awaited {
     key: Key,
-    turn: u64,
+    number: u64,
     capacity: usize,
     wires: Arc<Wires>,
 }
@@ -119,11 +138,7 @@ impl Receiving for Awaited {
             if state.closed.contains(&to) {
                 return Err(CarrierError::Closed);
             }
-            if state.turns[&self.key][1] == self.turn
-                && let Some(message) = state.messages.get_mut(&self.key).and_then(VecDeque::pop_front)
-            {
-                state.turns.entry(self.key).or_default()[1] += 1;
-                self.wires.changed.notify_all();
+            if let Some(message) = state.queues.get_mut(&self.key).and_then(|queue| queue.take(self.number)) {
                 if message.len() != bytes || bytes > self.capacity {
                     let (found, room) = (message.len(), self.capacity);
                     let text = format!("a message of {found} bytes instead of {bytes}, with room for {room}");

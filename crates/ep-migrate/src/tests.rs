@@ -1,5 +1,6 @@
 //! Whole migrations of several ranks on threads, compared with a plain computation of the results.
 
+mod conformance;
 mod faults;
 mod training;
 

@@ -48,6 +48,10 @@ impl Post {
                 let fault = self.lock().peers[peer].ended.unwrap_or(PeerFault::Died);
                 self.peer_error(self.peer(peer), fault, waited_for.into()).into()
             }
+            CarrierError::Unreachable => {
+                self.peer_error(self.peer(peer), PeerFault::Unreachable, waited_for.into()).into()
+            }
+            CarrierError::Broken(found) => self.broken(peer, found),
             other => EnvironmentError::new(
                 format!("exchanging messages with rank {}", self.peer(peer)),
                 other,

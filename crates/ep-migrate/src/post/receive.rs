@@ -142,7 +142,7 @@ impl Post {
                 }
                 (Ok(receive), Due::Ahead) => self.lock().peers[peer].lanes[lane].posted.push_back(receive),
                 // This need not be an error: the thread `headers` reads the last messages of the peer, and decides.
-                (Err(CarrierError::Closed), Due::Ahead) => return Ok(()),
+                (Err(error), Due::Ahead) if !matches!(error, CarrierError::Failed(_)) => return Ok(()),
                 (Err(error), _) => {
                     drop(order);
                     return Err(self.fail(self.lost(peer, &error, "the next body")));
