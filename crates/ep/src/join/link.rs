@@ -42,6 +42,24 @@ impl Link {
         self.process
     }
 
+    /// Like [`LinkSender::send`].
+    ///
+    /// # Errors
+    /// Those of [`LinkSender::send`].
+    pub fn send(
+        &mut self,
+        body: &[u8],
+        descriptor: Option<BorrowedFd<'_>>,
+        timeout: Duration,
+    ) -> io::Result<()> {
+        self.sender.send(body, descriptor, timeout)
+    }
+
+    /// Like [`LinkReceiver::wait`].
+    pub fn wait(&mut self, timeout: Duration) -> Option<LinkEvent> {
+        self.receiver.wait(timeout)
+    }
+
     /// Splits the link into its sending and its receiving direction, for use by different threads. Both share one
     /// descriptor, which closes when both are dropped.
     pub fn split(self) -> (LinkSender, LinkReceiver) {

@@ -1,0 +1,324 @@
+//! The thread of a carrier: it takes orders, moves parts between messages and slots, and completes transfers.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::sync::atomic::Ordering::Acquire;
+use std::time::{Duration, Instant};
+
+use ep::affinity::stay_near;
+use ep::{Error, PeerFault, Posted, Result};
+use ep_migrate::CarrierError;
+use ep_rail::{ClaimedSlot, Streams};
+
+use crate::carrier::{Order, Shared};
+use crate::ends::Ends;
+use crate::incoming::Incoming;
+use crate::outgoing::{Next, Outgoing};
+use crate::part::{COUNTS, HEAD, Part, counts_of, counts_to_bytes};
+use crate::transfer::Promise;
+
+/// The pause after a turn in which nothing happened; it doubles with each such turn.
+const SHORTEST_NAP: Duration = Duration::from_micros(20);
+/// The longest pause while a message is under way, and while none is.
+const LONGEST_NAPS: [Duration; 2] = [Duration::from_micros(200), Duration::from_millis(2)];
+/// How long a rank that closes waits until its last credits have left.
+const DRAIN: Duration = Duration::from_millis(200);
+
+pub(crate) struct Pump {
+    shared: Arc<Shared>,
+    streams: Streams,
+    ends: Arc<dyn Ends>,
+    /// By position; the entry of this rank is not used.
+    peers: Vec<Peer>,
+    /// Puts that the engine has no room for.
+    due: VecDeque<Due>,
+    /// Maximum number of parts that are taken from one peer before the others have their turn.
+    turn_parts: usize,
+}
+
+/// What is exchanged with one peer.
+#[derive(Default)]
+struct Peer {
+    outgoing: Outgoing,
+    incoming: Incoming,
+    /// Slots that the peer has not read, in order. The slot of a message's last part has the message's promise.
+    in_flight: VecDeque<(ClaimedSlot, Option<Promise<()>>)>,
+    has_ended: bool,
+}
+
+/// A put that is to be posted.
+enum Due {
+    /// A part of this length in a slot.
+    Part(ClaimedSlot, usize),
+    Credit(ClaimedSlot),
+}
+
+impl Peer {
+    fn is_under_way(&self) -> bool {
+        !self.has_ended
+            && (!self.in_flight.is_empty() || self.incoming.is_under_way() || !self.outgoing.is_empty())
+    }
+}
+
+/// Tells callers that the thread has ended, also if it panics.
+struct Stop(Arc<Shared>);
+
+impl Drop for Stop {
+    fn drop(&mut self) {
+        self.0.stop();
+    }
+}
+
+impl Pump {
+    pub(crate) fn new(shared: Arc<Shared>, streams: Streams, ends: Arc<dyn Ends>) -> Self {
+        let ranks = 1 + streams.others().count();
+        let peers = (0..ranks).map(|_| Peer::default()).collect();
+        let turn_parts = streams.slots();
+        Self { shared, streams, ends, peers, due: VecDeque::new(), turn_parts }
+    }
+
+    /// Runs until the carrier closes.
+    pub(crate) fn run(mut self) {
+        let _stop = Stop(Arc::clone(&self.shared));
+        stay_near(self.streams.near_cpus());
+        let mut nap = SHORTEST_NAP;
+        while !self.shared.closed.load(Acquire) {
+            if self.turn() {
+                nap = SHORTEST_NAP;
+                continue;
+            }
+            let is_busy = !self.due.is_empty() || self.peers.iter().any(Peer::is_under_way);
+            let [busy, idle] = LONGEST_NAPS;
+            nap = nap.min(if is_busy { busy } else { idle });
+            std::thread::park_timeout(nap);
+            nap *= 2;
+        }
+        self.close();
+    }
+
+    /// Does what can be done now. Returns whether anything was.
+    fn turn(&mut self) -> bool {
+        let mut has_moved = self.take_orders();
+        // Looked at before the signals: what a peer has sent before it left is in this rank's slots by then.
+        let ended: Vec<Option<CarrierError>> =
+            (0..self.peers.len()).map(|position| self.ends.ended(position)).collect();
+        if let Err(error) = self.streams.poll() {
+            self.end_for(&error);
+        }
+        has_moved |= self.post_due();
+        for position in self.streams.others() {
+            has_moved |= self.receive(position);
+            if let Some(error) = &ended[position] {
+                self.end(position, error);
+            }
+            has_moved |= self.send(position);
+        }
+        has_moved | self.post_due()
+    }
+
+    /// Takes new orders of callers.
+    fn take_orders(&mut self) -> bool {
+        let orders = {
+            let mut orders = self.shared.orders();
+            std::mem::take(&mut orders.new)
+        };
+        let has_orders = !orders.is_empty();
+        for order in orders {
+            match order {
+                Order::Send { position, lane, letter } => self.peers[position].outgoing.push(lane, letter),
+                Order::Receive { position, lane, capacity, received } => {
+                    let peer = &mut self.peers[position];
+                    peer.incoming.post(lane, capacity, received);
+                    peer.outgoing.count_receive(lane);
+                }
+            }
+        }
+        if has_orders {
+            // Orders may have been left just before their peer was found to have ended.
+            for position in 0..self.peers.len() {
+                if self.peers[position].has_ended {
+                    self.fail(position);
+                }
+            }
+        }
+        has_orders
+    }
+
+    /// Takes the parts that have arrived from a peer.
+    fn receive(&mut self, position: usize) -> bool {
+        let mut has_moved = false;
+        for _ in 0..self.turn_parts {
+            if self.peers[position].has_ended {
+                break;
+            }
+            let Some((_, claim)) = self.streams.claim_receive(position, u64::MAX) else { break };
+            has_moved = true;
+            if let Err(found) = self.take_part(position, claim) {
+                self.end(position, &CarrierError::Broken(found));
+            }
+            self.due.push_back(Due::Credit(claim));
+        }
+        has_moved
+    }
+
+    /// Takes the part in a slot.
+    ///
+    /// # Errors
+    /// What no correct peer sends.
+    fn take_part(&mut self, position: usize, claim: ClaimedSlot) -> Result<(), String> {
+        let slot = self.streams.incoming(claim);
+        let copy = |from: usize, to: &mut [u8]| {
+            // SAFETY: the slot is claimed, so this rank may read all of it until the credit, and `parse` has checked that
+            // the part fits. The peer may write at any time; the bytes are copied once and only then looked at.
+            unsafe { to.as_mut_ptr().copy_from_nonoverlapping(slot.add(from), to.len()) };
+        };
+        let mut head = [0; HEAD];
+        copy(0, &mut head);
+        let peer = &mut self.peers[position];
+        match Part::parse(head, self.streams.slot_bytes() - HEAD)? {
+            Part::Message { lane, bytes, length } => {
+                peer.incoming.take(lane, bytes, length, |part| copy(HEAD, part))
+            }
+            Part::Posted => {
+                let mut counts = [0; COUNTS];
+                copy(HEAD, &mut counts);
+                peer.outgoing.allow(counts_of(&counts))
+            }
+        }
+    }
+
+    /// Completes messages that a peer has read, and puts parts of further ones into free slots.
+    fn send(&mut self, position: usize) -> bool {
+        let mut has_moved = false;
+        let (peer, streams) = (&mut self.peers[position], &self.streams);
+        if peer.has_ended {
+            return false;
+        }
+        while peer.in_flight.front().is_some_and(|(claim, _)| streams.is_free(*claim)) {
+            has_moved = true;
+            if let Some((_, Some(sent))) = peer.in_flight.pop_front() {
+                sent.complete(Ok(()));
+            }
+        }
+        // If the engine has no room, parts wait in messages and not in slots: headers then go first.
+        while self.due.is_empty() && peer.outgoing.has_next() {
+            let Some((_, claim)) = streams.claim_send(position, u64::MAX) else { break };
+            let room = streams.slot_bytes() - HEAD;
+            let next = peer.outgoing.next(room).expect("there is a next part");
+            has_moved = true;
+            let (len, sent) = write(streams, claim, next);
+            peer.in_flight.push_back((claim, sent));
+            match streams.post(claim, len) {
+                Ok(Posted::Yes) => {}
+                Ok(Posted::Full) => self.due.push_back(Due::Part(claim, len)),
+                Err(error) => {
+                    self.end_for(&error);
+                    break;
+                }
+            }
+        }
+        has_moved
+    }
+
+    /// Posts puts that wait for room in the engine. Those to a peer whose connection has ended are dropped.
+    fn post_due(&mut self) -> bool {
+        let mut has_moved = false;
+        while let Some(due) = self.due.front() {
+            let (Due::Part(claim, _) | Due::Credit(claim)) = *due;
+            if !self.peers[claim.domain].has_ended {
+                let posted = match *due {
+                    Due::Part(claim, len) => self.streams.post(claim, len),
+                    Due::Credit(claim) => self.streams.release(claim),
+                };
+                match posted {
+                    Ok(Posted::Full) => break,
+                    Ok(Posted::Yes) => {}
+                    Err(error) => self.end_for(&error),
+                }
+            }
+            self.due.pop_front();
+            has_moved = true;
+        }
+        has_moved
+    }
+
+    /// Ends the connection that an error of the engine is about; all connections if it is about no peer.
+    fn end_for(&mut self, error: &Error) {
+        match error {
+            Error::Peer(error) if error.peer.index() < self.peers.len() => {
+                let why = match error.fault {
+                    PeerFault::Broken => CarrierError::Broken(error.waited_for.clone()),
+                    PeerFault::Unreachable => CarrierError::Unreachable,
+                    _ => CarrierError::Closed,
+                };
+                self.end(error.peer.index(), &why);
+            }
+            error => {
+                let why = CarrierError::Failed(error.to_string());
+                (0..self.peers.len()).for_each(|position| self.end(position, &why));
+            }
+        }
+    }
+
+    /// Ends the connection with a peer, unless it has ended.
+    fn end(&mut self, position: usize, error: &CarrierError) {
+        if std::mem::replace(&mut self.peers[position].has_ended, true) {
+            return;
+        }
+        self.shared.orders().ended[position] = Some(error.clone());
+        self.fail(position);
+    }
+
+    /// Ends all transfers with a peer whose connection has ended.
+    fn fail(&mut self, position: usize) {
+        let error = self.shared.orders().ended[position].clone().unwrap_or(CarrierError::Closed);
+        let peer = &mut self.peers[position];
+        peer.outgoing.fail(&error);
+        peer.incoming.fail(&error);
+        for (_, sent) in peer.in_flight.drain(..) {
+            if let Some(sent) = sent {
+                sent.complete(Err(error.clone()));
+            }
+        }
+    }
+
+    /// Lets the last credits leave, and ends the connections of this rank.
+    fn close(&mut self) {
+        let deadline = Instant::now() + DRAIN;
+        while !self.due.is_empty() && Instant::now() < deadline {
+            // Errors mean nothing any more.
+            let _ = self.streams.poll();
+            if !self.post_due() {
+                std::thread::sleep(SHORTEST_NAP);
+            }
+        }
+        for position in self.streams.others() {
+            if !self.peers[position].has_ended && self.ends.ended(position).is_none() {
+                let _ = self.streams.drain(position, deadline);
+            }
+        }
+        self.ends.leave();
+    }
+}
+
+/// Writes a part into a claimed slot. Returns its length, and the promise that the peer's credit completes.
+fn write(streams: &Streams, claim: ClaimedSlot, next: Next) -> (usize, Option<Promise<()>>) {
+    let slot = streams.outgoing(claim);
+    let copy = |bytes: &[u8], to: usize| {
+        // SAFETY: the slot is claimed, so nothing else writes to it, and the part fits it.
+        unsafe { slot.add(to).copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
+    };
+    let (part, sent) = match next {
+        Next::Posted(counts) => {
+            copy(&counts_to_bytes(counts), HEAD);
+            (Part::Posted, None)
+        }
+        Next::Message { lane, message, range, sent } => {
+            let part = Part::Message { lane, bytes: range.len(), length: message.len() as u64 };
+            copy(&message[range], HEAD);
+            (part, sent)
+        }
+    };
+    copy(&part.to_head(), 0);
+    (HEAD + part.bytes(), sent)
+}
