@@ -9,6 +9,7 @@
 //! | `dense` | conversion of a top-k routing to a map and dense probabilities |
 //! | `dlpack` | export of memory to a tensor library |
 //! | `interrupt` | Ctrl-C while an operator waits |
+//! | `carrier` | carriers of messages between datacenters |
 //! | `migration` | experts between datacenters |
 //! | `reduction` | dense gradients between datacenters |
 //! | `errors` | exceptions |
@@ -19,6 +20,7 @@
 
 mod buffer;
 mod call;
+mod carrier;
 mod cli;
 mod cuda;
 mod dense;
@@ -35,6 +37,9 @@ mod reduction;
 mod _native {
     #[pymodule_export]
     use super::buffer::{Buffer, check_row, finish};
+
+    #[pymodule_export]
+    use super::carrier::RailCarrier;
 
     #[pymodule_export]
     use super::cli::cli;

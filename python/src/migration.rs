@@ -1,15 +1,12 @@
-//! The migration of experts: `ep_migrate` over a carrier that Python code implements.
-
-use std::sync::Arc;
-use std::time::Duration;
+//! The migration of experts: `ep_migrate`.
 
 use ep::{CallerError, Rank};
-use ep_migrate::{Carrier, CarrierError, Domain, Lane, Receiving, Sending, Settings, Shape, Stats};
-use pyo3::exceptions::{PyConnectionError, PyException, PyTimeoutError};
+use ep_migrate::{Domain, Settings, Shape, Stats};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 
 use crate::call::Span;
+use crate::carrier::{carrier_of, seconds};
 use crate::errors::Failure;
 use crate::interrupt::Signals;
 
@@ -78,7 +75,7 @@ impl Migration {
     ) -> Result<Self, Failure> {
         let signals = Signals::default();
         let (domain, shape, parsed) = settings.parse(&signals)?;
-        let carrier = || Box::new(PythonCarrier { object: carrier.clone_ref(py), signals: signals.clone() });
+        let carrier = || carrier_of(py, carrier.clone_ref(py), &signals);
         let saved = saved.map(|bytes| bytes.as_bytes());
         let of = match (settings.wide, saved) {
             (true, None) => Typed::F32(ep_migrate::Migration::new(domain, shape, parsed, carrier())?),
@@ -222,82 +219,5 @@ impl MigrationSettings {
             interrupt: signals.interrupt(),
         };
         Ok((domain, shape, settings))
-    }
-}
-
-/// The setting `timeout`.
-pub(crate) fn seconds(timeout: f64) -> Result<Duration, CallerError> {
-    Duration::try_from_secs_f64(timeout).map_err(|error| CallerError::Config {
-        key: "timeout",
-        value: timeout.to_string(),
-        problem: error.to_string(),
-    })
-}
-
-/// A carrier whose methods are Python code: `send(rank, lane, bytes)` returns an object with `wait()`, `receive(rank, lane,
-/// capacity)` one with `wait(length)`, which returns the bytes that arrived; `abort()` closes all connections.
-#[derive(Debug)]
-pub(crate) struct PythonCarrier {
-    pub(crate) object: Py<PyAny>,
-    pub(crate) signals: Signals,
-}
-
-#[derive(Debug)]
-struct PythonTransfer {
-    object: Py<PyAny>,
-    signals: Signals,
-}
-
-/// Runs Python code. At the end of the process there may be no interpreter: the connections then count as closed.
-fn attached<R>(signals: &Signals, work: impl FnOnce(Python<'_>) -> PyResult<R>) -> Result<R, CarrierError> {
-    let attached = Python::try_attach(|py| work(py).map_err(|error| failed(py, signals, error)));
-    attached.unwrap_or(Err(CarrierError::Closed))
-}
-
-fn failed(py: Python<'_>, signals: &Signals, error: PyErr) -> CarrierError {
-    if !error.is_instance_of::<PyException>(py) {
-        // Not a failure of the carrier: a handler of a signal that ran during the call has raised.
-        let text = error.to_string();
-        signals.keep(error);
-        return CarrierError::Failed(text);
-    }
-    let is_closed =
-        error.is_instance_of::<PyConnectionError>(py) && !error.is_instance_of::<PyTimeoutError>(py);
-    if is_closed { CarrierError::Closed } else { CarrierError::Failed(error.to_string()) }
-}
-
-impl Carrier for PythonCarrier {
-    fn send(&self, to: Rank, lane: Lane, message: Arc<Vec<u8>>) -> Result<Box<dyn Sending>, CarrierError> {
-        attached(&self.signals, |py| {
-            let bytes = PyBytes::new(py, &message);
-            let object = self.object.call_method1(py, "send", (to.0, lane as u8, bytes))?;
-            let signals = self.signals.clone();
-            Ok(Box::new(PythonTransfer { object, signals }) as Box<dyn Sending>)
-        })
-    }
-
-    fn receive(&self, from: Rank, lane: Lane, capacity: usize) -> Result<Box<dyn Receiving>, CarrierError> {
-        attached(&self.signals, |py| {
-            let object = self.object.call_method1(py, "receive", (from.0, lane as u8, capacity))?;
-            let signals = self.signals.clone();
-            Ok(Box::new(PythonTransfer { object, signals }) as Box<dyn Receiving>)
-        })
-    }
-
-    fn abort(&self) {
-        // If this fails, the carrier has already closed, or the process is ending.
-        let _ = attached(&self.signals, |py| self.object.call_method0(py, "abort").map(drop));
-    }
-}
-
-impl Sending for PythonTransfer {
-    fn wait(self: Box<Self>) -> Result<(), CarrierError> {
-        attached(&self.signals, |py| self.object.call_method0(py, "wait").map(drop))
-    }
-}
-
-impl Receiving for PythonTransfer {
-    fn wait(self: Box<Self>, bytes: usize) -> Result<Vec<u8>, CarrierError> {
-        attached(&self.signals, |py| self.object.call_method1(py, "wait", (bytes,))?.extract(py))
     }
 }

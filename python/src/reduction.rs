@@ -1,4 +1,4 @@
-//! The reduction of dense gradients: `ep_migrate::DenseReduction` over a carrier that Python code implements.
+//! The reduction of dense gradients: `ep_migrate::DenseReduction`.
 
 use ep::{CallerError, PeerFault, Rank};
 use ep_migrate::{Bucket, Datacenters, DenseSettings, Turn};
@@ -6,9 +6,9 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 
 use crate::call::{Span, element};
+use crate::carrier::{carrier_of, seconds};
 use crate::errors::Failure;
 use crate::interrupt::Signals;
-use crate::migration::{PythonCarrier, seconds};
 
 /// The settings of a reduction, read from a Python dict.
 #[derive(Debug, FromPyObject)]
@@ -43,7 +43,7 @@ pub(crate) struct DenseReduction {
 #[pymethods]
 impl DenseReduction {
     #[new]
-    fn new(settings: Settings, carrier: Py<PyAny>) -> Result<Self, Failure> {
+    fn new(py: Python<'_>, settings: Settings, carrier: Py<PyAny>) -> Result<Self, Failure> {
         let signals = Signals::default();
         let ranks = |ranks: &Vec<u32>| ranks.iter().copied().map(Rank).collect();
         let members: Vec<Vec<Rank>> = settings.datacenters.iter().map(ranks).collect();
@@ -57,7 +57,7 @@ impl DenseReduction {
         let interrupt = signals.interrupt();
         let regular_elements = settings.regular_elements;
         let parsed = DenseSettings { codec, regular_elements, timeout, run: settings.run, interrupt };
-        let carrier = Box::new(PythonCarrier { object: carrier, signals: signals.clone() });
+        let carrier = carrier_of(py, carrier, &signals);
         Ok(Self { of: ep_migrate::DenseReduction::new(datacenters, parsed, carrier)?, signals })
     }
 

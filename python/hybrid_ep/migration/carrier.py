@@ -1,6 +1,6 @@
-"""Moves messages between the ranks of an expert domain, or between all ranks, over a gloo group of their own.
+"""Moves messages between the ranks of an expert domain, or between all ranks: `connect` makes the carrier.
 
-The engine calls `send`, `receive` and `abort` from its threads, and `wait` of the transfers that they return. Messages
+`_native.RailCarrier` is over an engine of rails. `GlooCarrier` is over a gloo group of its own. The engine calls `send`, `receive` and `abort` from its threads, and `wait` of the transfers that they return. Messages
 of a lane between two ranks arrive in order.
 
 How gloo behaves, and what follows (PyTorch 2.11):
@@ -25,22 +25,25 @@ import contextlib
 import queue
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Protocol, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo
 
+from .. import _native
 from ..errors import SetupError
 from ..rendezvous import Meeting
 
 if TYPE_CHECKING:
     from .._native import Receiving, Sending
 
-__all__ = ["GlooCarrier", "GlooGroup", "connect"]
+__all__ = ["Carrier", "GlooCarrier", "GlooGroup", "connect"]
+
+Carrier: TypeAlias = "GlooCarrier | _native.RailCarrier"
 
 # The tag of the receive that `abort` posts; lanes are the tags below it.
 _ABORT = 1000
@@ -61,8 +64,28 @@ class GlooGroup(Protocol):
     def recv(self, tensors: list[Tensor], source: int, tag: int, /) -> dist.Work: ...
 
 
-def connect(meeting: Meeting) -> GlooGroup:
+def connect(meeting: Meeting, carrier: str, names: Sequence[int]) -> Carrier:
     """Connects the ranks of a meeting to each other.
+
+    Args:
+        meeting: The meeting.
+        carrier: "gloo" or an engine of rails, as for `ExpertMigration`.
+        names: The ranks in the numbering of the caller, in the order of the meeting.
+
+    Raises:
+        CallerError: There is no such engine, or it does not connect the machines.
+        PeerError: A rank did not join in time, or was lost.
+        SetupError: The ranks met, but could not connect, or the engine cannot be loaded.
+    """
+    if carrier == "gloo":
+        return GlooCarrier(_connect_gloo(meeting), tuple(names))
+    joined = _native.RailCarrier.join(meeting.rank, [*names], carrier, meeting.timeout, meeting)
+    meeting.end()
+    return joined
+
+
+def _connect_gloo(meeting: Meeting) -> GlooGroup:
+    """Connects the ranks of a meeting by gloo.
 
     Raises:
         PeerError: A rank did not join in time.
@@ -86,7 +109,7 @@ class GlooCarrier:
     """This rank's end of the messages of its expert domain.
 
     Args:
-        group: What `connect` returned for the ranks of the domain, used by this carrier alone.
+        group: The connected ranks of the domain, used by this carrier alone.
         domain: The ranks of the domain in the numbering of the caller, in the order of the group.
     """
 

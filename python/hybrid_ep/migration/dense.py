@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from .. import _native
 from ..errors import CallerError, PeerError
 from ..experts import parameter_groups
-from .carrier import GlooCarrier, GlooGroup
+from .carrier import Carrier
 
 __all__ = ["BUCKET_BYTES", "SECOND_PASS", "DenseGradients"]
 
@@ -43,7 +43,8 @@ class DenseGradients:
     All calls may raise `PeerError`, and then raise it again.
 
     Args:
-        group: What `connect` returned for all ranks, used by this object alone.
+        rank: This rank.
+        carrier: What `connect` returned for all ranks, used by this object alone, which closes it.
         datacenters: The ranks of each datacenter, ascending, in the order in which sums are computed.
         codec: The codec between datacenters.
         timeout: Seconds that a wait for another rank may take.
@@ -51,12 +52,17 @@ class DenseGradients:
     """
 
     def __init__(
-        self, group: GlooGroup, datacenters: Sequence[Sequence[int]], codec: str, timeout: float, run: int
+        self,
+        rank: int,
+        carrier: Carrier,
+        datacenters: Sequence[Sequence[int]],
+        codec: str,
+        timeout: float,
+        run: int,
     ) -> None:
-        self._ranks = group.size()
-        self._carrier = GlooCarrier(group, tuple(range(group.size())))
+        self._carrier = carrier
         settings: _native.DenseSettings = {
-            "rank": group.rank(),
+            "rank": rank,
             "datacenters": [[*ranks] for ranks in datacenters],
             "codec": codec,
             # The narrower type has more elements in a bucket.

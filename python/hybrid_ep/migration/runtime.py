@@ -27,7 +27,7 @@ from ..buffer import Buffer
 from ..errors import CallerError
 from ..experts import expert_parameters
 from ..rendezvous import Meeting
-from .carrier import GlooCarrier, connect
+from .carrier import Carrier, connect
 from .dense import SECOND_PASS, DenseGradients, dense_parameters
 from .host_memory import HostMemory
 from .job_ranks import JobRanks
@@ -104,6 +104,8 @@ class ExpertMigration(Shared):
         shared_refresh: With the codec "shared": the number of steps between two shared experts.
         timeout: Seconds that a wait for another rank's weights or gradients may take. An error comes at most a second
             later.
+        carrier: What moves messages between ranks: "gloo", or an engine of rails by its name, as HYBRID_EP_TRANSPORT
+            has it: "tcp", "efa", or on one machine "loopback".
         group: The ranks of the plan: in a job with pipeline stages, those of this rank's stage. Default: the default
             process group.
         domains: As for `Buffer`: the number of NVLink domains that a dispatch group spans.
@@ -114,7 +116,7 @@ class ExpertMigration(Shared):
     Raises:
         CallerError: There is no process group, the plan or the number of experts does not fit it, or ranks passed
             different arguments.
-        SetupError: There is too little memory, or gloo cannot connect the ranks.
+        SetupError: There is too little memory, or the carrier cannot connect the ranks.
         PeerError: A rank did not make the migration within HYBRID_EP_TIMEOUT_MS.
 
     Example:
@@ -128,7 +130,7 @@ class ExpertMigration(Shared):
     """
 
     # Tests replace both. `_copies` says whether tensors on the CPU are copied as those of a GPU are.
-    _make_engine: Callable[[_native.MigrationSettings, _native.Carrier, bytes | None], Engine] = _native.Migration
+    _make_engine: Callable[[_native.MigrationSettings, Any, bytes | None], Engine] = _native.Migration
     _copies: bool | None = None
 
     def __init__(
@@ -143,6 +145,7 @@ class ExpertMigration(Shared):
         staleness: int = 0,
         shared_refresh: int = 100,
         timeout: float = 60.0,
+        carrier: str = "gloo",
         group: dist.ProcessGroup | None = None,
         domains: int = 1,
         device: torch.device | str | int = "cpu",
@@ -185,6 +188,7 @@ class ExpertMigration(Shared):
                 "staleness": staleness,
                 "shared_refresh": shared_refresh,
                 "timeout": timeout,
+                "carrier": carrier,
                 "domains": domains,
                 "device": where.type,
             }
@@ -202,10 +206,15 @@ class ExpertMigration(Shared):
         self.host_memory = HostMemory(where, self._copies)
         self._domain = plan.domain_of(self.rank)
         # All ranks connect first, so that the error about a missing rank has its number among all ranks.
-        everyone = connect(meeting.among(f"{place}/all ranks", range(plan.ranks)))
-        self._domain_group = connect(meeting.among(f"{place}/expert domain", self._domain))
-        self._dense = DenseGradients(everyone, plan.datacenters, dense_gradients, timeout, self._run)
+        everyone = range(plan.ranks)
+        to_all = connect(meeting.among(f"{place}/all ranks", everyone), carrier, everyone)
+        self._dense = DenseGradients(self.rank, to_all, plan.datacenters, dense_gradients, timeout, self._run)
+        # The carrier of the expert domain; None for a domain of one rank, which has no replicas.
+        self._carrier: Carrier | None = None
         try:
+            if len(self._domain) > 1:
+                meet = meeting.among(f"{place}/expert domain", self._domain)
+                self._carrier = connect(meet, carrier, self._domain)
             self.buffer = Buffer._of_meeting(
                 meeting.among(f"{place}/dispatch group", plan.group_of(self.rank)),
                 num_experts=num_experts,
@@ -215,13 +224,14 @@ class ExpertMigration(Shared):
             )
         except BaseException:
             self._dense.close(at_once=True)
+            if self._carrier is not None:
+                self._carrier.close()
             raise
         end = self.buffer._end
         own = JobRanks(end.native, plan.group_of(self.rank), self._dense.explained)
         end.native = cast(_native.Buffer, own)
         self._layers: list[HybridExperts] = []
         self._engine: Engine | None = None
-        self._carrier: GlooCarrier | None = None
         self._step = 0
         # Whether this object has published, and whether it has reduced gradients since.
         self._published = self._reduced = self._discarded = False
@@ -486,14 +496,13 @@ class ExpertMigration(Shared):
         """Returns the engine; None for an expert domain of one rank, which has no replicas."""
         if self._closed:
             raise CallerError("the migration is closed")
-        if self._engine is not None or len(self._domain) == 1:
+        if self._engine is not None or self._carrier is None:
             return self._engine
         if not self._layers:
             raise CallerError("the migration has no layer: make HybridMoELayer(migration, ...) first")
         types = {experts.working.dtype for experts in self._layers}
         if len(types) > 1:
             raise CallerError(f"all layers must have the same working_dtype, found {sorted(map(str, types))}")
-        self._carrier = GlooCarrier(self._domain_group, self._domain)
         settings: _native.MigrationSettings = {
             "rank": self.rank,
             "domain": [*self._domain],
