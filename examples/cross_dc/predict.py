@@ -38,10 +38,23 @@ class Given(NamedTuple):
     optimizer_seconds: float  # the optimizer's step of one rank
 
 
-def mode_and_depth(mode: str) -> tuple[str, int | None]:
-    """Splits `int8@2` into the mode and the depth of the migration; None for the default depth."""
-    name, _, depth = mode.partition("@")
-    return name, int(depth) if depth else None
+class Mode(NamedTuple):
+    """A mode, and options of the migration that it sets; without them the defaults apply."""
+
+    name: str
+    options: dict[str, Any]
+
+
+def mode_of(text: str) -> Mode:
+    """Reads a mode, such as `int8`, `int8@2` with `depth=2`, `int8/tcp` with `carrier="tcp"`, or `int8@2/tcp`."""
+    rest, _, carrier = text.partition("/")
+    name, _, depth = rest.partition("@")
+    options: dict[str, Any] = {}
+    if depth:
+        options["depth"] = int(depth)
+    if carrier:
+        options["carrier"] = carrier
+    return Mode(name, options)
 
 
 def cluster_file(folder: Path, given: Given, rate: str, delay: float, efficiency: float) -> Path:
@@ -104,7 +117,7 @@ def predict(cluster: Path, given: Given, mode: str) -> float:
     Raises:
         ValueError: The cluster does not fit, or the planner refuses the problem; the text is its message.
     """
-    mode, _ = mode_and_depth(mode)
+    mode = mode_of(mode).name
     weights, gradients = COMPRESSION.get(mode, COMPRESSION["exact"])
     # The planner counts operations. A first run finds their number, the second uses the measured throughput.
     plan = run_planner(cluster, given, weights, gradients, None)

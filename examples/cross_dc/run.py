@@ -7,9 +7,6 @@ Two network namespaces stand for two datacenters, with two ranks in each. The pr
 commands `ip` and `tc`; without them it runs all ranks on one machine without a limit of the rate, and says so. The mode
 `plain` sends tokens between the datacenters and needs libfabric.
 
-
-
-
 The program writes results.json and curves.png into the folder of --out, and prints each mode's predicted and measured
 time of a step.
 """
@@ -34,8 +31,8 @@ import predict
 import train
 
 PORT = 29500
-# A mode; one with migration may have a depth.
-KNOWN = f"plain|({'|'.join(train.HYBRID)})(@[1-9][0-9]?)?"
+# A mode; one with migration may have a depth and a carrier.
+KNOWN = f"plain|({'|'.join(train.HYBRID)})(@[1-9][0-9]?)?(/[a-z]+)?"
 RANKS_PER_DATACENTER = 2
 
 
@@ -116,7 +113,7 @@ def report(args: argparse.Namespace, result: dict[str, Any], *, shaped: bool) ->
         written = json.dumps({**figures, "step_seconds": predicted}, indent=1)
         (args.out / "predictions.json").write_text(written + "\n")
         return
-    names = [predict.mode_and_depth(mode)[0] for mode in args.modes]
+    names = [predict.mode_of(mode).name for mode in args.modes]
     codecs = ", ".join(f"{mode} {predict.DENSE.get(mode, 'exact')}" for mode in dict.fromkeys(names) if mode != "plain")
     if codecs:
         print(f"\ndense gradients between datacenters: {codecs}")
@@ -195,15 +192,16 @@ def arguments() -> argparse.Namespace:
     unknown = [mode for mode in args.modes if not re.fullmatch(KNOWN, mode)]
     if unknown or not args.modes:
         parser.error(
-            f"--modes: unknown {', '.join(unknown)}; possible: {', '.join(train.MODES)}, and int8@2 for depth=2"
+            f"--modes: unknown {', '.join(unknown)}; possible: {', '.join(train.MODES)}, int8@2 for depth=2, and "
+            "int8/tcp for the carrier tcp"
         )
-    if "plain" in args.modes and not args.unshaped:
+    if any(mode == "plain" or "/" in mode for mode in args.modes) and not args.unshaped:
         try:
             ctypes.CDLL("libfabric.so.1")
         except OSError:
             parser.error(
-                "the mode plain needs libfabric: apt-get install libfabric1 (Debian, Ubuntu), dnf install libfabric "
-                "(Fedora); or leave the mode out"
+                "the mode plain and carriers such as tcp need libfabric: apt-get install libfabric1 (Debian, Ubuntu), dnf install libfabric "
+                "(Fedora); or leave the modes out"
             )
     return args
 

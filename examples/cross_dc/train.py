@@ -55,7 +55,7 @@ class Trainer:
     """One mode: a model, its optimizer, and how gradients are reduced."""
 
     def __init__(self, mode: str, args: argparse.Namespace) -> None:
-        mode, depth = predict.mode_and_depth(mode)
+        mode, options = predict.mode_of(mode)
         self.mode, self.args = mode, args
         self.steps: list[Step] = []
         self.link_bytes = 0
@@ -73,7 +73,7 @@ class Trainer:
                 gradients=gradients,
                 dense_gradients=predict.DENSE.get(mode, "exact"),
                 workers=1,
-                **({} if depth is None else {"depth": depth}),
+                **options,
             )
         torch.manual_seed(args.seed)
         self.model = model_of(args, self.moe)
@@ -255,7 +255,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=lambda text: text.split(","),
         default=["plain", "int8"],
         metavar="MODE,...",
-        help="int8@2 is the mode int8 with depth=2",
+        help="int8@2 is the mode int8 with depth=2, int8/tcp with the carrier tcp",
     )
     parser.add_argument("--steps", type=int, default=60, help="steps of each mode; 0 predicts and trains nothing")
     parser.add_argument("--turn", type=int, default=10, help="steps of a mode before the next mode's turn")

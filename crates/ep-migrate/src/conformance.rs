@@ -38,6 +38,8 @@ impl std::fmt::Display for CarrierFailure {
 impl std::error::Error for CarrierFailure {}
 
 type Outcome = Result<(), String>;
+/// The name of a check, and what it does.
+type Check = (&'static str, fn(&End<'_>) -> Outcome);
 
 /// Runs all checks as rank `own` of `ranks`, which are at least two. The last check closes the carrier of the first rank.
 ///
@@ -51,7 +53,7 @@ pub fn check_carrier(
 ) -> Result<(), CarrierFailure> {
     assert!(ranks.len() > 1 && ranks.contains(&own), "rank {own} of {ranks:?}");
     let end = End { own, ranks, carrier };
-    let checks: [(&'static str, fn(&End<'_>) -> Outcome); 5] = [
+    let checks: [Check; 5] = [
         ("messages of every length", |end| end.lengths()),
         ("receives that are waited for in reverse order", |end| end.reversed()),
         ("many short messages", |end| end.short()),
