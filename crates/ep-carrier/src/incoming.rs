@@ -78,11 +78,6 @@ impl Incoming {
         Ok(())
     }
 
-    /// Whether a message has arrived in part.
-    pub(crate) fn is_under_way(&self) -> bool {
-        self.lanes.iter().any(|lane| lane.message.is_some())
-    }
-
     /// Ends all receives with an error.
     pub(crate) fn fail(&mut self, error: &CarrierError) {
         for (_, received) in self.lanes.iter_mut().flat_map(|lane| lane.receives.drain(..)) {

