@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from process_worlds import has_libfabric
+
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 # Their output must not depend on the machine.
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -137,13 +139,16 @@ def test_the_emulated_link_is_measured_and_predicted(tmp_path: Path) -> None:
     if (reason := network.why_not()) is not None:
         pytest.skip(reason)
     before = namespaces()
-    link = ("--rate", "20Mbit", "--delay", "5ms", "--modes", "int8")
+    # Between namespaces as between machines: over gloo, and over an engine.
+    engine = "int8/tcp" if has_libfabric() else "int8@2"
+    link = ("--rate", "20Mbit", "--delay", "5ms", "--modes", f"int8,{engine}")
     # First a prediction without training, then training that is compared with it.
     printed, result = cross_dc(tmp_path, *link, "--steps", "0")
     predicted = json.loads((tmp_path / "predictions.json").read_text())["step_seconds"]
     assert result == {} and f"int8     {predicted['int8']:.3f} s a step, predicted" in printed
     _, result = cross_dc(tmp_path, *link, "--predictions", str(tmp_path / "predictions.json"))
     figures = result["modes"]["int8"]
+    assert result["modes"][engine]["losses_nats_per_byte"] == figures["losses_nats_per_byte"]
     assert figures["predicted_step_seconds"] == predicted["int8"]
     # Weights and gradients of two ranks cross the link in each direction, and dense gradients.
     experts = sum((rank["weights_sent"] + rank["gradients_sent"]) / 4 for rank in figures["sent_by_rank"][:2])

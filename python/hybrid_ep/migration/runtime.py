@@ -25,9 +25,10 @@ from .._settings import device_of, join_timeout
 from .._sharing import Shared
 from ..buffer import Buffer
 from ..errors import CallerError
-from ..experts import expert_parameters
+from ..experts import expert_parameters, local_part
 from ..rendezvous import Meeting
 from .carrier import Carrier, connect
+from .copies import CopiesOfExperts
 from .dense import SECOND_PASS, DenseGradients, dense_parameters
 from .host_memory import HostMemory
 from .job_ranks import JobRanks
@@ -61,16 +62,18 @@ class Engine(Protocol):
 class Ownership(Shared):
     """Which experts a rank owns, with the attributes of a buffer that `GroupedExperts` reads."""
 
-    def __init__(self, plan: ExpertDomains, num_experts: int, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(
+        self, plan: ExpertDomains, rank: int, num_experts: int, ep_group: dist.ProcessGroup, device: torch.device
+    ) -> None:
         self.num_experts = num_experts
-        self.local_experts = plan.owned_by(group.rank(), num_experts)
+        self.local_experts = plan.owned_by(rank, num_experts)
         self.num_local_experts = len(self.local_experts)
-        self._group, self._device_type = group, device.type
+        self._group, self._device_type = ep_group, device.type
         self._mesh: DeviceMesh | None = None
 
     @property
     def mesh(self) -> DeviceMesh | None:
-        """All ranks as a device mesh, over which the parameters of experts are sharded; None for one rank."""
+        """The ranks of the EP group as a device mesh, over which the parameters of experts are sharded; None for one rank."""
         if self._mesh is None and self._group.size() > 1:
             self._mesh = DeviceMesh.from_group(self._group, self._device_type, mesh_dim_names=("ep",))
         return self._mesh
@@ -93,11 +96,12 @@ class ExpertMigration(Shared):
 
     Args:
         plan: Which rank gathers from which.
-        num_experts: E, the number of experts of every layer; a multiple of the number of ranks.
+        num_experts: E, the number of experts of every layer; a multiple of the number of ranks of an EP group.
         weights: The codec of weights: "exact", "int8", "delta:DENSITY", "delta:DENSITY,warm_up=STEPS" or
             "shared:DENSITY". The first pass refuses an unknown codec.
         gradients: The codec of gradients of experts: "exact", "int8" or "topk:DENSITY".
-        dense_gradients: The codec of all other gradients between datacenters, likewise.
+        dense_gradients: The codec of all other gradients between datacenters, likewise; also that of experts' gradients
+            between EP groups in different datacenters.
         depth: The number of layers whose weights a rank receives ahead of the layer that it computes; without a limit
             if `staleness` is not 0.
         staleness: The number of steps that a replica may lag behind its owner; 0 with the codec "shared".
@@ -108,6 +112,8 @@ class ExpertMigration(Shared):
             has it: "tcp", "efa", or on one machine "loopback".
         group: The ranks of the plan: in a job with pipeline stages, those of this rank's stage. Default: the default
             process group.
+        ep_group: If the plan has several EP groups: the process group of this rank's, `plan.ep_group_of(rank)`, over
+            which the parameters of experts are sharded.
         domains: As for `Buffer`: the number of NVLink domains that a dispatch group spans.
         device: The device of all tensors: the CPU or a CUDA device, as for `Buffer`. Weights and gradients of a GPU are
             copied to host memory to be encoded and sent, and back.
@@ -147,6 +153,7 @@ class ExpertMigration(Shared):
         timeout: float = 60.0,
         carrier: str = "gloo",
         group: dist.ProcessGroup | None = None,
+        ep_group: dist.ProcessGroup | None = None,
         domains: int = 1,
         device: torch.device | str | int = "cpu",
         workers: int | None = None,
@@ -171,10 +178,13 @@ class ExpertMigration(Shared):
                     f"group: has ranks {[*ranks]}, which are not a pipeline stage of the plan; pass those of this "
                     "rank's stage, plan.stages[plan.stage_of(rank)]"
                 )
-            if num_experts < 1 or num_experts % plan.ranks:
+            of_group = len(plan.ep_groups[0])
+            if num_experts < 1 or num_experts % of_group:
+                of_an_ep_group = " of an EP group" if len(plan.ep_groups) > 1 else ""
                 raise CallerError(
-                    f"num_experts is {num_experts}, must be a multiple of the number of ranks, {plan.ranks}"
+                    f"num_experts is {num_experts}, must be a multiple of the number of ranks{of_an_ep_group}, {of_group}"
                 )
+            own_group = _ep_group(plan, group, ep_group, ranks)
             if not timeout > 0:
                 raise CallerError(f"timeout is {timeout}, must be greater than 0")
             settings = {
@@ -202,7 +212,7 @@ class ExpertMigration(Shared):
         self._group, self._dense_codec = group, dense_gradients
         # The number is unique, so that a later group does not find what gloo has left in the store.
         place = f"migration {self._run}"
-        self.ownership = Ownership(plan, num_experts, group, where)
+        self.ownership = Ownership(plan, self.rank, num_experts, own_group, where)
         self.host_memory = HostMemory(where, self._copies)
         self._domain = plan.domain_of(self.rank)
         # All ranks connect first, so that the error about a missing rank has its number among all ranks.
@@ -211,7 +221,15 @@ class ExpertMigration(Shared):
         self._dense = DenseGradients(self.rank, to_all, plan.datacenters, dense_gradients, timeout, self._run)
         # The carrier of the expert domain; None for a domain of one rank, which has no replicas.
         self._carrier: Carrier | None = None
+        # None if there is one EP group.
+        self._copies: CopiesOfExperts | None = None
         try:
+            copies = plan.copies_of(self.rank)
+            if len(copies) > 1:
+                to_copies = connect(meeting.among(f"{place}/copies", copies), carrier, copies)
+                self._copies = CopiesOfExperts(
+                    self.rank, copies, to_copies, plan.datacenters, dense_gradients, timeout, self._run
+                )
             if len(self._domain) > 1:
                 meet = meeting.among(f"{place}/expert domain", self._domain)
                 self._carrier = connect(meet, carrier, self._domain)
@@ -224,6 +242,8 @@ class ExpertMigration(Shared):
             )
         except BaseException:
             self._dense.close(at_once=True)
+            if self._copies is not None:
+                self._copies.close(at_once=True)
             if self._carrier is not None:
                 self._carrier.close()
             raise
@@ -270,7 +290,7 @@ class ExpertMigration(Shared):
         """int64 [E + 1]: for each expert, where the buffer of the dispatch group has it. The last element, which the
         index -1 selects, is -1."""
         places = torch.full((self.num_experts + 1,), -1)
-        held = self.num_experts // len(self.plan.expert_domains)
+        held = self.num_experts // len(self.plan.group_of(self.rank))
         for position, rank in enumerate(self.plan.group_of(self.rank)):
             experts = torch.tensor(self.plan.held_by(rank, self.num_experts))
             places[experts] = torch.arange(position * held, (position + 1) * held)
@@ -369,8 +389,8 @@ class ExpertMigration(Shared):
     def reduce_gradients(self, module: nn.Module, *, op: Literal["mean", "sum"] = "mean") -> None:
         """Makes the gradients on every rank those of the mean (or sum) of the ranks' losses. Collective.
 
-        The gradient of an expert is the sum over its expert domain, in rank order, and goes to its owner. Gradients of
-        dense parameters are summed in rank order inside each datacenter, and these sums in the order of the
+        The gradient of an expert is the sum over its expert domain, in rank order, and goes to its owner. With several
+        EP groups, the sums of an expert's owners are summed like dense gradients. Gradients of dense parameters are summed in rank order inside each datacenter, and these sums in the order of the
         datacenters. From the second step on, most of them have left during the backward pass.
 
         Args:
@@ -406,12 +426,14 @@ class ExpertMigration(Shared):
             for index, experts in backward:
                 self._send_gradients(index, experts)
             plan = self._dense.begin_all(parameters, self._last_step)
-            for index, experts in backward:
-                own, total = self.host_memory.read(experts.own_gradient()), experts.empty_sum()
-                if engine is not None:
-                    engine.reduce_gradients(index, _span(own), _span(total))
-                else:
-                    total.copy_(own)
+            # Sums over EP groups begin while later layers still wait for their domain.
+            totals = (self._total(engine, index, experts) for index, experts in backward)
+            if self._copies is not None:
+                kept: list[Tensor] = []
+                elements = [experts.own_elements for _, experts in backward]
+                self._copies.sum(elements, (kept.append(total) or total for total in totals), self._last_step)
+                totals = iter(kept)
+            for (_, experts), total in zip(backward, totals, strict=True):
                 experts.finish_gradients(total)
             self._dense.finish_all(plan, self._last_step, scale)
         for parameter in expert_parameters(module):
@@ -420,14 +442,29 @@ class ExpertMigration(Shared):
         self._dense.watch(plan, _dense_hook(self))
         self._reduced = True
 
+    def _total(self, engine: Engine | None, index: int, experts: HybridExperts) -> Tensor:
+        """Waits for the sum of a layer's gradients over the expert domain, float32 [own experts, elements]."""
+        own, total = self.host_memory.read(experts.own_gradient()), experts.empty_sum()
+        if engine is not None:
+            engine.reduce_gradients(index, _span(own), _span(total))
+        else:
+            total.copy_(own)
+        return total
+
     def _check_start(self, module: nn.Module, parameters: list[nn.Parameter]) -> None:
-        """Compares layers and dense parameters over the ranks, once for each module: gradients keep them equal."""
+        """Compares layers, dense parameters and, over the EP groups, experts, once for each module: gradients keep them
+        equal."""
         if module in self._begun:
             return
         dense = {id(parameter) for parameter in parameters}
         named = {name: parameter for name, parameter in module.named_parameters() if id(parameter) in dense}
         facts = facts_of(module, {id(parameter) for parameter in expert_parameters(module)}, dense=True)
-        own = [digest_of(facts), *(sums_of_bits(named.values()).tolist() if named else [])]
+        experts_of = [local_part(parameter) for parameter in expert_parameters(module)]
+        own = [
+            digest_of(facts),
+            sums_of_bits(experts_of).tolist() if experts_of else [],
+            *(sums_of_bits(named.values()).tolist() if named else []),
+        ]
         # Does not use a collective of the group, whose wait for a lost rank may take 30 minutes.
         meeting = Meeting.of(self._group, "first reduction of the module")
         meeting.timeout, meeting.check = self._timeout, self._dense.check
@@ -439,7 +476,16 @@ class ExpertMigration(Shared):
         unequal = first_difference([json.loads(text) for text in texts], range(len(texts)))
         if unequal is not None:
             raise CallerError(f"reduce_gradients: {unequal}")
-        for name, *values in zip(named, *(sums for _, *sums in found), strict=True):
+        # All ranks compare all, so that all raise the error.
+        for rank in range(self.plan.ranks):
+            first = self.plan.copies_of(rank)[0]
+            if found[rank][1] != found[first][1]:
+                raise CallerError(
+                    f"the experts of rank {rank} differ from those of rank {first}, which owns the same: call "
+                    "torch.manual_seed with the same number on all ranks before the model is made, or load the same "
+                    "experts in every EP group"
+                )
+        for name, *values in zip(named, *(sums for _, _, *sums in found), strict=True):
             if (other := next((rank for rank, value in enumerate(values) if value != values[0]), None)) is not None:
                 raise CallerError(unequal_start(name, 0, other))
         self._begun.add(module)
@@ -540,6 +586,7 @@ class ExpertMigration(Shared):
         state = b"" if engine is None else engine.save()
         return {
             "rank": self.rank,
+            "copies": None if self._copies is None else self._copies.state(),
             "stage": self._stage,
             "step": self._step,
             # torch.load(weights_only=True) accepts tensors. `frombuffer` refuses an empty buffer.
@@ -570,6 +617,8 @@ class ExpertMigration(Shared):
         finally:
             self._saved = None
         self._dense.load(state["dense"])
+        if self._copies is not None:
+            self._copies.load(state.get("copies"))
         self._step = state["step"]
 
     # ---- the end
@@ -580,10 +629,12 @@ class ExpertMigration(Shared):
         Returns:
             Bytes with headers: of experts, `weights_sent`, `weights_received`, `gradients_sent` and
             `gradients_received`; of dense gradients, `dense_link_sent` and `dense_link_received` between datacenters,
-            `dense_inside_sent` and `dense_inside_received` inside this one. Seconds: `encoding` and `decoding` of
+            `dense_inside_sent` and `dense_inside_received` inside this one; with several EP groups, of sums of experts'
+            gradients over them, `copies_link_sent` and so on. Seconds: `encoding` and `decoding` of
             experts, and the waits for peers, `gather_waits` and `reduce_waits`.
         """
-        return {**self._dense.stats(), **({} if self._engine is None else self._engine.stats())}
+        copies = {} if self._copies is None else self._copies.stats()
+        return {**self._dense.stats(), **copies, **({} if self._engine is None else self._engine.stats())}
 
     def close(self) -> None:
         """Leaves together with all ranks of the expert domain. Call this method before
@@ -598,6 +649,8 @@ class ExpertMigration(Shared):
             return  # a forked child does not leave for its parent
         self._closed = True
         self._dense.close(at_once=at_once)
+        if self._copies is not None:
+            self._copies.close(at_once=at_once)
         if self._engine is not None:
             self._engine.close(at_once)
         if self._carrier is not None:
@@ -618,6 +671,24 @@ class ExpertMigration(Shared):
             f"ExpertMigration(rank={self.rank}, {self.plan}, num_experts={self.num_experts}, "
             f"weights={self._weights!r}, gradients={self._gradients!r}, dense_gradients={self._dense_codec!r})"
         )
+
+
+def _ep_group(
+    plan: ExpertDomains, group: dist.ProcessGroup, ep_group: dist.ProcessGroup | None, ranks: tuple[int, ...]
+) -> dist.ProcessGroup:
+    """Returns the process group of this rank's EP group. `ranks` are those of `group` in the job."""
+    expected = tuple(ranks[place] for place in plan.ep_group_of(group.rank()))
+    if ep_group is None:
+        if len(plan.ep_groups) == 1:
+            return group
+        raise CallerError(
+            f"ep_group: the plan has {len(plan.ep_groups)} EP groups; pass the process group of this rank's, ranks "
+            f"{[*expected]}"
+        )
+    found = tuple(dist.get_process_group_ranks(ep_group))
+    if found != expected:
+        raise CallerError(f"ep_group: has ranks {[*found]}, must have those of this rank's EP group, {[*expected]}")
+    return ep_group
 
 
 def _dense_hook(migration: ExpertMigration) -> Callable[[Plan, int, Tensor], None]:
