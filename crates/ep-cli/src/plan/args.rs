@@ -51,7 +51,7 @@ pub(crate) struct PlanArgs {
     /// Show the layers of this way to use the datacenters instead of the best one
     #[arg(long, value_enum, value_name = "NAME", help_heading = "Questions")]
     pub(crate) strategy: Option<StrategyChoice>,
-    /// Plan a layout that the training runtime can run, and report it first: expert domains over all GPUs of a stage, one stage
+    /// Plan a layout that the training runtime can run, and report it first: expert domains over all GPUs of a stage (`--set expert_parallel=N`: several EP groups), one stage
     /// unless pipeline_stages is set, no tensor parallelism, kept replicas
     #[arg(long, help_heading = "Questions", conflicts_with_all = ["strategy", "paper_model"])]
     pub(crate) runnable: bool,

@@ -186,11 +186,22 @@ struct GroupsLayout {
     tensor_parallel: usize,
     /// The cluster's GPUs in each EP group of each stage.
     ep_groups: Vec<Vec<Vec<usize>>>,
+    /// The cluster's GPUs in each datacenter.
+    datacenters: Vec<Vec<usize>>,
 }
 
 impl GroupsLayout {
     fn of(layout: &Layout, cluster: &Cluster) -> Result<Self, Failure> {
+        let parts: usize = cluster.sites().iter().map(|site| site.parts).sum();
+        let (part, mut next) = (cluster.gpus() / parts.max(1), 0);
+        let datacenters = cluster.sites().iter().map(|site| {
+            let first = next;
+            next += site.parts * part;
+            (first..next).collect()
+        });
+        let datacenters = datacenters.collect();
         Ok(Self {
+            datacenters,
             pipeline_stages: layout.stages(),
             ep_groups_per_stage: layout.groups_per_stage(),
             tensor_parallel: layout.tensor_parallel,

@@ -10,22 +10,37 @@ use crate::common::failure::Failure;
 use crate::common::units;
 use crate::planner::problem::Problem;
 
-/// Fixes what `ExpertDomains.from_file` of the training runtime demands of a plan: one EP group per stage. The number of
-/// stages is that of the problem, by default one.
+/// Fixes what `ExpertDomains.from_file` of the training runtime demands of a plan: no tensor parallelism, and no copies of experts in
+/// an EP group. The number of stages is that of the problem, by default one, and so are the GPUs of an EP group, by default all of a
+/// stage.
 pub(super) fn restrict_to_runtime(problem: &mut Problem) -> Result<(), Failure> {
     let (gpus, experts) = (problem.cluster.gpus(), problem.model.experts);
     let stages = problem.options.pipeline_stages.unwrap_or(1).max(1);
     // If the number of stages does not divide the GPUs, the planner's error lists the possible numbers.
-    let group = if gpus.is_multiple_of(stages) { gpus / stages } else { 1 };
+    let of_stage = if gpus.is_multiple_of(stages) { gpus / stages } else { 1 };
+    let group = problem.options.expert_parallel.unwrap_or(of_stage);
     let parts = parts(problem)?;
     if !experts.is_multiple_of(parts.count) {
         return Err(Failure::request(indivisible(problem, &parts, stages)));
+    }
+    if group != of_stage && !experts.is_multiple_of(group.max(1)) {
+        let divides = |gpus: &usize| experts.is_multiple_of(*gpus) && of_stage.is_multiple_of(*gpus);
+        let common = (1..=of_stage).rev().find(divides).unwrap_or(1);
+        return Err(Failure::request(format!(
+            "--runnable: expert_parallel is {group}, and must divide the {experts} experts; possible: {}",
+            divisors_up_to(common, common)
+        )));
     }
     if !experts.is_multiple_of(group.max(1)) {
         let (of_a_stage, has) = match stages {
             1 => ("", format!("{gpus} GPUs")),
             _ => (" in each stage", format!("{gpus} GPUs in {stages} stages of {group}")),
         };
+        let subgroup = group_that_runs(problem, of_stage).map_or(String::new(), |gpus| {
+            let groups = units::counted(of_stage / gpus, "EP group");
+            let each = if stages == 1 { "" } else { " in each stage" };
+            format!("`--set expert_parallel={gpus}` ({groups}{each}), ")
+        });
         let more = stages_that_run(problem).map_or(String::new(), |stages| {
             format!(
                 "`--set pipeline_stages={stages}` in a program with a pipeline, or other numbers of GPUs: "
@@ -33,8 +48,8 @@ pub(super) fn restrict_to_runtime(problem: &mut Problem) -> Result<(), Failure> 
         });
         return Err(Failure::request(format!(
             "--runnable: the number of GPUs{of_a_stage} must divide the {experts} experts, and the cluster has {has}; \
-             possible: {more}{}; change --nodes, --gpus-per-node, `members` in the cluster's file, or pipeline_stages",
-            divisors_up_to(experts, group)
+             possible: {subgroup}{more}{}; change --nodes, --gpus-per-node, `members` in the cluster's file, or pipeline_stages",
+            divisors_up_to(experts, of_stage)
         )));
     }
     problem.options.pipeline_stages = Some(stages);
@@ -195,6 +210,17 @@ pub(super) fn runnable_on(mut unrestricted: Problem) -> Option<StepPrice> {
 /// Whether a problem without the restrictions of [`restrict_to_runtime`] has a runnable plan that leaves `reserved_memory` free.
 pub(super) fn is_runnable(unrestricted: &Problem) -> bool {
     runnable_on(unrestricted.clone()).is_some_and(|price| price.fit == Fit::Fits)
+}
+
+/// The most GPUs of an EP group, fewer than the `of_stage` GPUs of a stage, with which a problem has a runnable plan.
+fn group_that_runs(unrestricted: &Problem, of_stage: usize) -> Option<usize> {
+    let experts = unrestricted.model.experts;
+    let divides = |gpus: &usize| experts.is_multiple_of(*gpus) && of_stage.is_multiple_of(*gpus);
+    (2..of_stage).rev().filter(divides).find(|&gpus| {
+        let mut problem = unrestricted.clone();
+        problem.options.expert_parallel = Some(gpus);
+        is_runnable(&problem)
+    })
 }
 
 /// The least number of stages, not below the present one, with which a problem has a runnable plan.

@@ -14,7 +14,7 @@ use crate::planner::problem::Problem;
 pub(super) enum Runtime {
     /// `MoELayer` in each EP group: no experts are gathered.
     Layers,
-    /// `ExpertMigration`: one EP group in each stage, with replicas that are kept for the whole step.
+    /// `ExpertMigration`: experts are gathered, and replicas are kept for the whole step.
     Migration,
 }
 
@@ -25,10 +25,9 @@ impl Runtime {
         if price.layout.tensor_parallel > 1 || has_copies(price, problem) {
             return None;
         }
-        let one_group = price.layout.groups_per_stage() == 1;
         match price.candidate.expert_domain_size() {
             1 => Some(Self::Layers),
-            _ if one_group && price.candidate.replicas_kept => Some(Self::Migration),
+            _ if price.candidate.replicas_kept => Some(Self::Migration),
             _ => None,
         }
     }
@@ -109,15 +108,9 @@ pub(super) fn lines(best: &StepPrice, problem: &Problem, instead: Option<&Instea
         ));
         return lines;
     }
-    let stages = best.layout.stages();
     match Runtime::of(best, problem) {
         Some(Runtime::Layers) => lines.push(layers(best)),
-        Some(Runtime::Migration) if stages > 1 => lines.push(
-            "`ExpertMigration` can run the layers of each stage: the training program brings the pipeline, and `--groups` \
-             writes the groups (docs/migration.md#in-a-pipeline)."
-                .into(),
-        ),
-        Some(Runtime::Migration) => {}
+        Some(Runtime::Migration) => lines.extend(migration(best)),
         None => lines.push(
             "`ExpertMigration` cannot run this layout. A training program with its own pipeline, data or tensor parallelism \
              can, and calls hybrid-ep inside each EP group. `--runnable` plans what `ExpertMigration` can run."
@@ -134,6 +127,26 @@ pub(super) fn lines(best: &StepPrice, problem: &Problem, instead: Option<&Instea
         _ => lines.extend(gathers_inside(best, problem)),
     }
     lines
+}
+
+/// How a program runs a layout with several stages or EP groups by `ExpertMigration`.
+fn migration(price: &StepPrice) -> Option<String> {
+    let what = match (price.layout.stages() > 1, price.layout.groups_per_stage() > 1) {
+        (false, false) => return None,
+        (true, false) => {
+            "can run the layers of each stage: the training program brings the pipeline, and `--groups` writes the groups \
+                          (docs/migration.md#in-a-pipeline)"
+        }
+        (false, true) => {
+            "can run this layout, with the process group of a rank's EP group as `ep_group`: `--groups` writes the groups \
+                          (docs/migration.md#several-ep-groups)"
+        }
+        (true, true) => {
+            "can run the layers of each stage, with the process group of a rank's EP group as `ep_group`: the training program \
+                         brings the pipeline, and `--groups` writes the groups (docs/migration.md#in-a-pipeline)"
+        }
+    };
+    Some(format!("`ExpertMigration` {what}."))
 }
 
 /// How a program runs a layout that gathers no experts.
@@ -184,7 +197,7 @@ fn gathers_inside(price: &StepPrice, problem: &Problem) -> Option<String> {
     let names: Vec<&str> = levels.iter().map(|&level| &*problem.cluster.levels[level].name).collect();
     (!names.is_empty()).then(|| {
         format!(
-            "The plan gathers experts over {} at the bandwidth of {}. `ExpertMigration` sends them by gloo over TCP, so they take \
+            "The plan gathers experts over {} at the bandwidth of {}. `ExpertMigration` sends them by its carrier, by default gloo over TCP, so they take \
              longer there.",
             names.join(" and "),
             if names.len() == 1 { "this level" } else { "these levels" }

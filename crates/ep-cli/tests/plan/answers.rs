@@ -92,7 +92,7 @@ fn the_headline_names_the_fastest_strategy() {
     let exact = "Without lossy compression, the fastest is expert domains (2, 2, 1) with kept replicas, with exact weights and \
                  gradients, 1.21x slower.";
     assert!(text.contains(exact), "{text}");
-    let carrier = "The plan gathers experts over rail at the bandwidth of this level. `ExpertMigration` sends them by gloo";
+    let carrier = "The plan gathers experts over rail at the bandwidth of this level. `ExpertMigration` sends them by its carrier";
     assert!(text.contains(carrier), "{text}");
     let exact = ["--set=weight_compression=1", "--set=gradient_compression=1"];
     let text = run(&[&runnable[..], &exact].concat()).succeeded().stdout;

@@ -19,7 +19,8 @@ fn a_runnable_plan_has_the_layout_of_the_training_runtime() {
     let written: Value = serde_json::from_str(&std::fs::read_to_string(&groups).unwrap()).unwrap();
     let all: Vec<usize> = (0..32).collect();
     let layout = serde_json::json!({
-        "pipeline_stages": 1, "ep_groups_per_stage": 1, "tensor_parallel": 1, "ep_groups": [[all]]
+        "pipeline_stages": 1, "ep_groups_per_stage": 1, "tensor_parallel": 1, "ep_groups": [[all]],
+        "datacenters": [all[..16], all[16..]]
     });
     assert_eq!((&written["layout"], &written["ranks"]), (&layout, &serde_json::json!(32)));
     // One EP group of all GPUs of a site is what the runtime runs on that site.
@@ -71,19 +72,19 @@ fn a_runnable_plan_may_have_stages_whose_ranks_the_file_lists() {
         written["layout"],
         serde_json::json!({
             "pipeline_stages": 2, "ep_groups_per_stage": 1, "tensor_parallel": 1,
-            "ep_groups": [[[0, 1, 4, 5]], [[2, 3, 6, 7]]]
+            "ep_groups": [[[0, 1, 4, 5]], [[2, 3, 6, 7]]], "datacenters": [[0, 1, 2, 3], [4, 5, 6, 7]]
         })
     );
     // 96 GPUs do not divide 256 experts, but the 32 GPUs of one of three stages do.
     let uneven = ["plan", "--nodes=6", "--set=memory=8000GB", "--runnable"];
     run(&uneven)
-        .refused(2, &["must divide the 256 experts, and the cluster has 96 GPUs; possible: `--set pipeline_stages=3` in a program with a pipeline, or other numbers of GPUs: 64, 32, 16, ..."]);
+        .refused(2, &["must divide the 256 experts, and the cluster has 96 GPUs; possible: `--set expert_parallel=32` (3 EP groups), `--set pipeline_stages=3` in a program with a pipeline, or other numbers of GPUs: 64, 32, 16, ..."]);
     run(&[&uneven[..], &["--set=pipeline_stages=3"]].concat()).succeeded();
     run(&[&uneven[..], &["--set=pipeline_stages=2"]].concat()).refused(
         2,
         &[
             "the number of GPUs in each stage must divide",
-            "96 GPUs in 2 stages of 48; possible: `--set pipeline_stages=3` in a program with a pipeline, or other numbers of GPUs: 32, 16, 8, ...",
+            "96 GPUs in 2 stages of 48; possible: `--set expert_parallel=16` (3 EP groups in each stage), `--set pipeline_stages=3` in a program with a pipeline, or other numbers of GPUs: 32, 16, 8, ...",
         ],
     );
     for stages in ["3", "500"] {
@@ -91,6 +92,34 @@ fn a_runnable_plan_may_have_stages_whose_ranks_the_file_lists() {
         run(&["plan", "--runnable", &set])
             .refused(2, &[&format!("pipeline_stages is {stages}, and no division")]);
     }
+}
+
+#[test]
+fn a_runnable_plan_may_have_several_ep_groups() {
+    let directory = Directory::new("plan-ep-groups");
+    let file = directory.file("groups.json");
+    let uneven = ["plan", "--nodes=6", "--set=memory=8000GB", "--runnable"];
+    let groups = ["--set=expert_parallel=32", "--groups", &file];
+    let text = run(&[&uneven[..], &groups].concat()).succeeded().stdout;
+    assert!(
+        text.contains("EP groups of 32 GPUs (2, 2, 8), 3 groups per stage")
+            && text.contains(
+                "\n`ExpertMigration` can run this layout, with the process group of a rank's EP group"
+            ),
+        "{text}"
+    );
+    let written: Value = serde_json::from_str(&std::fs::read_to_string(&file).unwrap()).unwrap();
+    let nodes = |first: usize| (first..first + 16).chain(first + 48..first + 64).collect::<Vec<_>>();
+    let layout = &written["layout"];
+    assert_eq!(layout["ep_groups"], serde_json::json!([[nodes(0), nodes(16), nodes(32)]]));
+    let sites: [Vec<usize>; 2] = [(0..48).collect(), (48..96).collect()];
+    assert_eq!(layout["datacenters"], serde_json::json!(sites));
+    // The groups are those of one EP group.
+    assert_eq!(written["ranks"], 32);
+    run(&[&uneven[..], &["--set=expert_parallel=48"]].concat()).refused(
+        2,
+        &["--runnable: expert_parallel is 48, and must divide the 256 experts; possible: 32, 16, 8, ..."],
+    );
 }
 
 #[test]
