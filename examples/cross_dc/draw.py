@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+import predict
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
@@ -81,7 +82,7 @@ def draw_beside(path: Path, runs: dict[str, dict[str, Any]]) -> None:
 
 
 def color_of(mode: str) -> str:
-    return COLORS[mode.partition("@")[0]]
+    return COLORS[predict.mode_of(mode).name]
 
 
 def smoothed(values: list[float]) -> list[float]:

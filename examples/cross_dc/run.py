@@ -195,7 +195,8 @@ def arguments() -> argparse.Namespace:
             f"--modes: unknown {', '.join(unknown)}; possible: {', '.join(train.MODES)}, int8@2 for depth=2, and "
             "int8/tcp for the carrier tcp"
         )
-    if any(mode == "plain" or "/" in mode for mode in args.modes) and not args.unshaped:
+    carriers = {predict.mode_of(mode).options.get("carrier", "gloo") for mode in args.modes}
+    if ("plain" in args.modes and not args.unshaped) or carriers - {"gloo", "loopback"}:
         try:
             ctypes.CDLL("libfabric.so.1")
         except OSError:

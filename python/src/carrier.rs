@@ -19,6 +19,13 @@ pub(crate) struct RailCarrier {
     of: Arc<ep_carrier::RailCarrier>,
 }
 
+impl Drop for RailCarrier {
+    /// Releases Python's lock, which is held while Python drops an object: closing waits for messages under way.
+    fn drop(&mut self) {
+        Python::try_attach(|py| py.detach(|| self.of.close()));
+    }
+}
+
 #[pymethods]
 impl RailCarrier {
     /// Makes this process rank `rank` of a carrier, whose ranks exchange bytes through `meeting`. `names` are the ranks in

@@ -1,6 +1,6 @@
 //! [`RailCarrier`]: what callers see. Orders go to the carrier's thread, which is in `pump`.
 
-use std::sync::atomic::{AtomicBool, Ordering::Release};
+use std::sync::atomic::{AtomicBool, Ordering::Acquire, Ordering::Release};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::{JoinHandle, Thread};
 use std::time::{Duration, Instant};
@@ -28,8 +28,6 @@ pub struct RailCarrier {
     shared: Arc<Shared>,
     ends: Arc<dyn Ends>,
     thread: Mutex<Option<JoinHandle<()>>>,
-    /// The process that runs the thread. A forked child has a copy of this value but no thread.
-    process: u32,
     engine: String,
 }
 
@@ -43,6 +41,8 @@ pub(crate) struct Shared {
     pub(crate) closed: Arc<AtomicBool>,
     /// Set once the thread has started.
     thread: OnceLock<Thread>,
+    /// The process that runs the thread. A forked child has a copy of this value but no thread.
+    process: u32,
 }
 
 /// What callers want, and have not been told yet.
@@ -75,9 +75,17 @@ impl Shared {
 
     /// Leaves an order for the thread.
     fn order(&self, position: usize, order: impl FnOnce() -> Order) -> Result<(), CarrierError> {
+        // The child of a fork has no thread, and may have a lock that another thread held.
+        if self.process != std::process::id() {
+            let text = "a forked process cannot use the carrier of its parent";
+            return Err(CarrierError::Failed(text.into()));
+        }
         let mut orders = self.orders();
         if let Some(error) = &orders.ended[position] {
             return Err(error.clone());
+        }
+        if self.closed.load(Acquire) {
+            return Err(CarrierError::Closed);
         }
         orders.new.push(order());
         drop(orders);
@@ -112,7 +120,8 @@ impl RailCarrier {
     ) -> Result<Self> {
         let orders = Mutex::new(Orders { new: Vec::new(), ended: vec![None; names.len()] });
         let (names, closed) = (names.to_vec(), Arc::new(AtomicBool::new(false)));
-        let shared = Arc::new(Shared { names, own, orders, closed, thread: OnceLock::new() });
+        let (thread, process) = (OnceLock::new(), std::process::id());
+        let shared = Arc::new(Shared { names, own, orders, closed, thread, process });
         let pump = Pump::new(Arc::clone(&shared), streams, Arc::clone(&ends));
         let thread = std::thread::Builder::new()
             .name(format!("ep-carrier-{own}"))
@@ -122,7 +131,7 @@ impl RailCarrier {
                 EnvironmentError::new("starting the thread of a carrier", error, hint)
             })?;
         shared.thread.get_or_init(|| thread.thread().clone());
-        Ok(Self { shared, ends, thread: Mutex::new(Some(thread)), process: std::process::id(), engine })
+        Ok(Self { shared, ends, thread: Mutex::new(Some(thread)), engine })
     }
 
     /// The engine's name.
@@ -130,10 +139,10 @@ impl RailCarrier {
         &self.engine
     }
 
-    /// Closes all connections, and waits at most a second until this rank's thread has ended. Messages that a peer does not
-    /// have yet are lost. A second call does nothing.
+    /// Closes all connections ([`abort`](Carrier::abort)), and waits until this rank's threads have ended, at most about a
+    /// second. A second call does nothing.
     pub fn close(&self) {
-        if self.process != std::process::id() {
+        if self.shared.process != std::process::id() {
             return;
         }
         self.abort();
@@ -147,7 +156,13 @@ impl RailCarrier {
                 let _ = thread.join();
             }
         }
-        self.ends.leave();
+        self.ends.finish();
+    }
+
+    /// Whether the thread has taken all orders.
+    #[cfg(test)]
+    pub(crate) fn has_taken_orders(&self) -> bool {
+        self.shared.orders().new.is_empty()
     }
 
     /// Checks the names of `ranks` ranks.
@@ -184,7 +199,7 @@ impl Carrier for RailCarrier {
     }
 
     fn abort(&self) {
-        if self.process == std::process::id() {
+        if self.shared.process == std::process::id() {
             self.shared.closed.store(true, Release);
             self.shared.wake();
         }

@@ -13,6 +13,11 @@ pub(crate) trait Ends: Send + Sync + fmt::Debug {
 
     /// Ends the connections of this rank. A second call does nothing.
     fn leave(&self);
+
+    /// Leaves, and waits until no thread of this value runs.
+    fn finish(&self) {
+        self.leave();
+    }
 }
 
 /// Ranks that are threads: each marks its own end.

@@ -24,7 +24,8 @@ impl RailCarrier {
         for own in 0..names.len() {
             let of = |peer: Rank| Ok(Arc::clone(&windows[peer.index()]));
             let place = RankPlace { local_rank: own, ..RankPlace::default() };
-            opened.push(open_streams(rail(names.len(), own)?, &place, &config.host, of)?);
+            // SAFETY: one `Streams` is made of the engine below.
+            opened.push(unsafe { open_streams(rail(names.len(), own)?, &place, &config.host, of)? });
         }
         let blobs: Vec<Vec<u8>> = opened.iter().map(|engine| engine.blob()).collect();
         let mut carriers = Vec::new();
@@ -52,6 +53,7 @@ fn world(ranks: usize) -> Result<World> {
 
 #[cfg(target_os = "linux")]
 mod processes {
+    use std::io::ErrorKind;
     use std::os::fd::{AsFd as _, OwnedFd};
     use std::time::Instant;
 
@@ -104,7 +106,9 @@ mod processes {
             // Ranks of one machine share its NICs in turn.
             let before = (0..own.0).map(Rank).filter(|&peer| !machines.is_remote(peer)).count();
             let place = RankPlace { local_rank: before, gpu: None, address: machines.address() };
-            let opened = open_streams(rail(world.ranks(), own.index())?, &place, &config.host, of)?;
+            // SAFETY: one `Streams` is made of the engine below.
+            let opened =
+                unsafe { open_streams(rail(world.ranks(), own.index())?, &place, &config.host, of)? };
             let blobs = match exchanges_blobs {
                 true => joining.all_gather(&opened.blob())?,
                 false => vec![Vec::new(); world.ranks()],
@@ -148,11 +152,19 @@ mod processes {
         let mut split = Vec::new();
         let mut windows = Vec::new();
         for (peer, mut link) in linked {
-            let sent = link.send(&[], Some(file.as_fd()), bound);
-            sent.map_err(|error| {
-                let hint = "raise the limit of open files (ulimit -n), or look at that rank's output";
-                EnvironmentError::new(format!("sending a descriptor of memory to rank {peer}"), error, hint)
-            })?;
+            match link.send(&[], Some(file.as_fd()), bound).map_err(|error| (error.kind(), error)) {
+                // Of a peer that has left or died, the wait below says which.
+                Ok(()) | Err((ErrorKind::BrokenPipe, _)) => {}
+                Err((ErrorKind::TimedOut, _)) => {
+                    let what = "it to accept a descriptor of memory".into();
+                    return Err(lost(peer, PeerFault::Stalled, what));
+                }
+                Err((_, error)) => {
+                    let what = format!("sending a descriptor of memory to rank {peer}");
+                    let hint = "raise the limit of open files (ulimit -n), or free memory";
+                    return Err(EnvironmentError::new(what, error, hint).into());
+                }
+            }
             split.push((peer, link));
         }
         for (peer, link) in &mut split {

@@ -22,12 +22,14 @@ const EVERY: Duration = Duration::from_millis(100);
 /// How long a rank that leaves still reads its links. If it closed a socket with unread bytes, the system would reset the
 /// connection, and the peer might not get the leave message.
 const LINGER: Duration = Duration::from_millis(200);
+/// Maximum number of messages of a peer that the thread handles before it serves the other peers.
+const MESSAGES_A_TURN: usize = 64;
 
 /// The links of a rank, and a thread that watches them until the rank leaves.
 #[derive(Debug)]
 pub(crate) struct LinkEnds {
     shared: Arc<Shared>,
-    thread: Option<JoinHandle<()>>,
+    thread: Mutex<Option<JoinHandle<()>>>,
     /// The process that runs the thread. A forked child has a copy of this value but no thread.
     process: u32,
 }
@@ -86,7 +88,7 @@ impl LinkEnds {
                 let hint = "raise the limit of threads (ulimit -u)";
                 EnvironmentError::new("starting the thread that watches the other ranks", error, hint)
             })?;
-        Ok(Self { shared, thread: Some(thread), process: std::process::id() })
+        Ok(Self { shared, thread: Mutex::new(Some(thread)), process: std::process::id() })
     }
 
     fn is_of_this_process(&self) -> bool {
@@ -105,15 +107,19 @@ impl Ends for LinkEnds {
             self.shared.outward.iter().for_each(|link| lock(link).leave());
         }
     }
+
+    fn finish(&self) {
+        self.leave();
+        if let Some(thread) = lock(&self.thread).take().filter(|_| self.is_of_this_process()) {
+            // A thread that panicked has printed its message.
+            let _ = thread.join();
+        }
+    }
 }
 
 impl Drop for LinkEnds {
     fn drop(&mut self) {
-        self.leave();
-        if let Some(thread) = self.thread.take().filter(|_| self.is_of_this_process()) {
-            // A thread that panicked has printed its message.
-            let _ = thread.join();
-        }
+        self.finish();
     }
 }
 
@@ -135,7 +141,7 @@ impl Shared {
             inward.retain_mut(|peer| {
                 // Links are in rank order and leave out this rank.
                 let link = &self.outward[peer.position - usize::from(peer.position > own)];
-                match look(peer, &mut lock(link)) {
+                match look(peer, link) {
                     None => true,
                     Some(error) => {
                         lock(&self.ended)[peer.position] = Some(error);
@@ -168,20 +174,23 @@ impl Shared {
 }
 
 /// Reads what a peer has sent. Returns why its connection has ended, if it has.
-fn look(peer: &mut Inward, link: &mut Outward) -> Option<CarrierError> {
-    loop {
+fn look(peer: &mut Inward, link: &Mutex<Outward>) -> Option<CarrierError> {
+    for _ in 0..MESSAGES_A_TURN {
         match peer.receiver.receive() {
             Some(LinkEvent::Message(body, _)) => {
-                if let Outward::Elsewhere(link) = link
-                    && link.receive(&body).is_none()
-                {
-                    return Some(CarrierError::Broken("a message that counts what was not sent".into()));
+                let is_right = match &mut *lock(link) {
+                    Outward::Elsewhere(link) => link.receive(&body).is_some(),
+                    Outward::Here(_) => false,
+                };
+                if !is_right {
+                    let found = "a message on its link that no correct rank sends";
+                    return Some(CarrierError::Broken(found.into()));
                 }
             }
             Some(LinkEvent::Unreachable) => return Some(CarrierError::Unreachable),
             Some(_) => {
                 // The peer waits for the end of this direction.
-                link.leave();
+                lock(link).leave();
                 return Some(CarrierError::Closed);
             }
             None => break,

@@ -1,12 +1,13 @@
 //! The thread of a carrier: it takes orders, moves parts between messages and slots, and completes transfers.
 
 use std::collections::VecDeque;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Acquire;
 use std::time::{Duration, Instant};
 
 use ep::affinity::stay_near;
-use ep::{Error, PeerFault, Posted, Result};
+use ep::{Error, PeerFault, Posted};
 use ep_migrate::CarrierError;
 use ep_rail::{ClaimedSlot, Streams};
 
@@ -21,8 +22,11 @@ use crate::transfer::Promise;
 /// about as long as the wait before it: short on a fast link, and rare on a slow one, where parts come milliseconds apart.
 const SHORTEST_NAP: Duration = Duration::from_micros(20);
 const LONGEST_NAP: Duration = Duration::from_millis(2);
-/// How long a rank that closes waits until its last credits have left.
-const DRAIN: Duration = Duration::from_millis(200);
+/// How long a rank that closes waits until its last messages and credits have left.
+const DRAIN: Duration = Duration::from_millis(500);
+/// How long after an error of the engine about a peer the links may say why. The engine itself cannot tell a process that
+/// has died from a port that a firewall closes.
+const VERDICT: Duration = Duration::from_secs(1);
 
 pub(crate) struct Pump {
     shared: Arc<Shared>,
@@ -30,8 +34,6 @@ pub(crate) struct Pump {
     ends: Arc<dyn Ends>,
     /// By position; the entry of this rank is not used.
     peers: Vec<Peer>,
-    /// Puts that the engine has no room for.
-    due: VecDeque<Due>,
     /// Maximum number of parts that are taken from one peer before the others have their turn.
     turn_parts: usize,
 }
@@ -43,6 +45,10 @@ struct Peer {
     incoming: Incoming,
     /// Slots that the peer has not read, in order. The slot of a message's last part has the message's promise.
     in_flight: VecDeque<(ClaimedSlot, Option<Promise<()>>)>,
+    /// Puts that the engine has no room for. It may never have room again for a peer that is gone.
+    due: VecDeque<Due>,
+    /// When the engine has reported the peer, and why: nothing is put any more.
+    suspected: Option<(Instant, String)>,
     has_ended: bool,
 }
 
@@ -53,12 +59,15 @@ enum Due {
     Credit(ClaimedSlot),
 }
 
-/// Tells callers that the thread has ended, also if it panics.
-struct Stop(Arc<Shared>);
+impl Peer {
+    fn is_reachable(&self) -> bool {
+        !self.has_ended && self.suspected.is_none()
+    }
 
-impl Drop for Stop {
-    fn drop(&mut self) {
-        self.0.stop();
+    /// Whether something that can leave has not left, or was not read.
+    fn has_unfinished(&self) -> bool {
+        self.is_reachable()
+            && (!self.due.is_empty() || !self.in_flight.is_empty() || self.outgoing.has_next())
     }
 }
 
@@ -67,12 +76,21 @@ impl Pump {
         let ranks = 1 + streams.others().count();
         let peers = (0..ranks).map(|_| Peer::default()).collect();
         let turn_parts = streams.slots();
-        Self { shared, streams, ends, peers, due: VecDeque::new(), turn_parts }
+        Self { shared, streams, ends, peers, turn_parts }
     }
 
     /// Runs until the carrier closes.
     pub(crate) fn run(mut self) {
-        let _stop = Stop(Arc::clone(&self.shared));
+        // What the work changes is not used after a panic, but for the promises.
+        if catch_unwind(AssertUnwindSafe(|| self.work())).is_err() {
+            let text = "the thread of the carrier panicked; its message is on stderr: report this bug";
+            self.end_all(&CarrierError::Failed(text.into()));
+        }
+        self.ends.leave();
+        self.shared.stop();
+    }
+
+    fn work(&mut self) {
         stay_near(self.streams.near_cpus());
         let mut nap = SHORTEST_NAP;
         while !self.shared.closed.load(Acquire) {
@@ -83,35 +101,49 @@ impl Pump {
             std::thread::park_timeout(nap);
             nap = LONGEST_NAP.min(2 * nap);
         }
-        self.close();
+        // Messages that were sent before the carrier closed, and the credits for those of the peers.
+        let deadline = Instant::now() + DRAIN;
+        loop {
+            let has_moved = self.turn();
+            if !self.peers.iter().any(Peer::has_unfinished) || Instant::now() >= deadline {
+                break;
+            }
+            if !has_moved {
+                std::thread::sleep(SHORTEST_NAP);
+            }
+        }
+        for position in self.streams.others() {
+            if self.peers[position].is_reachable() {
+                // Errors mean nothing any more.
+                let _ = self.streams.drain(position, deadline);
+            }
+        }
     }
 
     /// Does what can be done now. Returns whether anything was.
     fn turn(&mut self) -> bool {
         let mut has_moved = self.take_orders();
-        // Looked at before the signals: what a peer has sent before it left is in this rank's slots by then.
+        // Looked at before the signals: where a put is complete when the peer has its bytes, what a peer has sent before it
+        // left is in this rank's slots by then.
         let ended: Vec<Option<CarrierError>> =
             (0..self.peers.len()).map(|position| self.ends.ended(position)).collect();
         if let Err(error) = self.streams.poll() {
-            self.end_for(&error);
+            self.suspect(&error);
         }
-        has_moved |= self.post_due();
         for position in self.streams.others() {
-            has_moved |= self.receive(position);
+            has_moved |= self.receive(position) | self.complete(position);
             if let Some(error) = &ended[position] {
                 self.end(position, error);
             }
-            has_moved |= self.send(position);
+            self.judge(position);
+            has_moved |= self.post_due(position) | self.send(position);
         }
-        has_moved | self.post_due()
+        has_moved
     }
 
     /// Takes new orders of callers.
     fn take_orders(&mut self) -> bool {
-        let orders = {
-            let mut orders = self.shared.orders();
-            std::mem::take(&mut orders.new)
-        };
+        let orders = std::mem::take(&mut self.shared.orders().new);
         let has_orders = !orders.is_empty();
         for order in orders {
             match order {
@@ -146,7 +178,7 @@ impl Pump {
             if let Err(found) = self.take_part(position, claim) {
                 self.end(position, &CarrierError::Broken(found));
             }
-            self.due.push_back(Due::Credit(claim));
+            self.peers[position].due.push_back(Due::Credit(claim));
         }
         has_moved
     }
@@ -177,76 +209,88 @@ impl Pump {
         }
     }
 
-    /// Completes messages that a peer has read, and puts parts of further ones into free slots.
-    fn send(&mut self, position: usize) -> bool {
+    /// Completes messages whose last part a peer has read.
+    fn complete(&mut self, position: usize) -> bool {
         let mut has_moved = false;
-        let (peer, streams) = (&mut self.peers[position], &self.streams);
-        if peer.has_ended {
-            return false;
-        }
-        while peer.in_flight.front().is_some_and(|(claim, _)| streams.is_free(*claim)) {
+        let (in_flight, streams) = (&mut self.peers[position].in_flight, &self.streams);
+        while in_flight.front().is_some_and(|(claim, _)| streams.is_free(*claim)) {
             has_moved = true;
-            if let Some((_, Some(sent))) = peer.in_flight.pop_front() {
+            if let Some((_, Some(sent))) = in_flight.pop_front() {
                 sent.complete(Ok(()));
-            }
-        }
-        // If the engine has no room, parts wait in messages and not in slots: headers then go first.
-        while self.due.is_empty() && peer.outgoing.has_next() {
-            let Some((_, claim)) = streams.claim_send(position, u64::MAX) else { break };
-            let room = streams.slot_bytes() - HEAD;
-            let next = peer.outgoing.next(room).expect("there is a next part");
-            has_moved = true;
-            let (len, sent) = write(streams, claim, next);
-            peer.in_flight.push_back((claim, sent));
-            match streams.post(claim, len) {
-                Ok(Posted::Yes) => {}
-                Ok(Posted::Full) => self.due.push_back(Due::Part(claim, len)),
-                Err(error) => {
-                    self.end_for(&error);
-                    break;
-                }
             }
         }
         has_moved
     }
 
-    /// Posts puts that wait for room in the engine. Those to a peer whose connection has ended are dropped.
-    fn post_due(&mut self) -> bool {
+    /// Puts parts of messages into free slots.
+    fn send(&mut self, position: usize) -> bool {
         let mut has_moved = false;
-        while let Some(due) = self.due.front() {
-            let (Due::Part(claim, _) | Due::Credit(claim)) = *due;
-            if !self.peers[claim.domain].has_ended {
-                let posted = match *due {
-                    Due::Part(claim, len) => self.streams.post(claim, len),
-                    Due::Credit(claim) => self.streams.release(claim),
+        loop {
+            let peer = &mut self.peers[position];
+            // If the engine has no room, parts wait in messages and not in slots: headers then go first.
+            if !peer.is_reachable() || !peer.due.is_empty() || !peer.outgoing.has_next() {
+                return has_moved;
+            }
+            let Some((_, claim)) = self.streams.claim_send(position, u64::MAX) else { return has_moved };
+            let next = peer.outgoing.next(self.streams.slot_bytes() - HEAD).expect("there is a next part");
+            has_moved = true;
+            let (len, sent) = write(&self.streams, claim, next);
+            peer.in_flight.push_back((claim, sent));
+            peer.due.push_back(Due::Part(claim, len));
+            self.post_due(position);
+        }
+    }
+
+    /// Posts puts to a peer until the engine has no room for them. Those to a peer that is not reachable are dropped.
+    fn post_due(&mut self, position: usize) -> bool {
+        let mut has_moved = false;
+        while let Some(due) = self.peers[position].due.front() {
+            if self.peers[position].is_reachable() {
+                // SAFETY: `send` and `receive` have queued the claim of a slot that they have filled or read, once, and a
+                // put that was taken leaves the queue.
+                let posted = unsafe {
+                    match *due {
+                        Due::Part(claim, len) => self.streams.post(claim, len),
+                        Due::Credit(claim) => self.streams.release(claim),
+                    }
                 };
                 match posted {
                     Ok(Posted::Full) => break,
                     Ok(Posted::Yes) => {}
-                    Err(error) => self.end_for(&error),
+                    Err(error) => self.suspect(&error),
                 }
             }
-            self.due.pop_front();
+            self.peers[position].due.pop_front();
             has_moved = true;
         }
         has_moved
     }
 
-    /// Ends the connection that an error of the engine is about; all connections if it is about no peer.
-    fn end_for(&mut self, error: &Error) {
+    /// Takes note of an error of the engine. What breaks the protocol ends the connection at once. A peer that the engine does
+    /// not reach is suspected, until the links say why. An error about no peer ends all connections.
+    fn suspect(&mut self, error: &Error) {
         match error {
             Error::Peer(error) if error.peer.index() < self.peers.len() => {
-                let why = match error.fault {
-                    PeerFault::Broken => CarrierError::Broken(error.waited_for.clone()),
-                    PeerFault::Unreachable => CarrierError::Unreachable,
-                    _ => CarrierError::Closed,
-                };
-                self.end(error.peer.index(), &why);
+                let position = error.peer.index();
+                match error.fault {
+                    PeerFault::Broken => self.end(position, &CarrierError::Broken(error.waited_for.clone())),
+                    PeerFault::Unreachable => self.end(position, &CarrierError::Unreachable),
+                    _ => {
+                        let now = Instant::now();
+                        self.peers[position].suspected.get_or_insert_with(|| (now, error.waited_for.clone()));
+                    }
+                }
             }
-            error => {
-                let why = CarrierError::Failed(error.to_string());
-                (0..self.peers.len()).for_each(|position| self.end(position, &why));
-            }
+            error => self.end_all(&CarrierError::Failed(error.to_string())),
+        }
+    }
+
+    /// Ends the connection with a peer that the engine has reported, if the links have not done so in time.
+    fn judge(&mut self, position: usize) {
+        let Some((when, why)) = &self.peers[position].suspected else { return };
+        if when.elapsed() >= VERDICT {
+            let text = format!("{why}; the process is alive: does a firewall close the engine's port?");
+            self.end(position, &CarrierError::Failed(text));
         }
     }
 
@@ -257,6 +301,18 @@ impl Pump {
         }
         self.shared.orders().ended[position] = Some(error.clone());
         self.fail(position);
+    }
+
+    /// Ends all connections that have not ended. No order is taken in between.
+    fn end_all(&mut self, error: &CarrierError) {
+        for ended in &mut self.shared.orders().ended {
+            ended.get_or_insert_with(|| error.clone());
+        }
+        self.take_orders();
+        for position in 0..self.peers.len() {
+            self.peers[position].has_ended = true;
+            self.fail(position);
+        }
     }
 
     /// Ends all transfers with a peer whose connection has ended.
@@ -270,24 +326,6 @@ impl Pump {
                 sent.complete(Err(error.clone()));
             }
         }
-    }
-
-    /// Lets the last credits leave, and ends the connections of this rank.
-    fn close(&mut self) {
-        let deadline = Instant::now() + DRAIN;
-        while !self.due.is_empty() && Instant::now() < deadline {
-            // Errors mean nothing any more.
-            let _ = self.streams.poll();
-            if !self.post_due() {
-                std::thread::sleep(SHORTEST_NAP);
-            }
-        }
-        for position in self.streams.others() {
-            if !self.peers[position].has_ended && self.ends.ended(position).is_none() {
-                let _ = self.streams.drain(position, deadline);
-            }
-        }
-        self.ends.leave();
     }
 }
 

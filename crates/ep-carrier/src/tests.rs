@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
-use ep::{Config, HostConfig, Posted, Put, Rail, Rank, Result, Signal, Transport};
+use ep::{Config, HostConfig, PeerError, PeerFault, Posted, Put, Rail, Rank, Result, Signal, Transport};
 use ep_migrate::{Carrier as _, CarrierError, Lane, Receiving as _, Sending as _};
 use ep_rail::{Segment, Streams, WindowLayout};
 use proptest::prelude::*;
@@ -168,12 +168,19 @@ fn parts_that_no_correct_peer_sends_are_refused() {
     assert_eq!(outgoing.allow([2; LANES]), Err("2 posted receives after 3".into()));
 }
 
-/// An engine whose peer is the test: it delivers the signals of slots that the test has filled, and takes every put.
+/// An engine whose peers are the test.
 #[derive(Default)]
 struct Played {
-    /// Messages that the peer has sent.
+    /// Messages that rank 1 has sent: signals of its slots.
     filled: AtomicU64,
     passed: AtomicU64,
+    /// Whether the engine has no room for puts to rank 1.
+    is_full: AtomicBool,
+    /// Whether it reports that rank 1 is gone.
+    is_gone: AtomicBool,
+    panics: AtomicBool,
+    /// Puts by peer.
+    puts: [AtomicU64; 3],
 }
 
 /// The carrier's end of a [`Played`].
@@ -184,14 +191,23 @@ impl Transport for PlayedEnd {
         "played"
     }
 
-    fn put(&self, _: Put) -> Result<Posted> {
+    fn put(&self, put: Put) -> Result<Posted> {
+        if put.peer == Rank(1) && self.0.is_full.load(Relaxed) {
+            return Ok(Posted::Full);
+        }
+        self.0.puts[put.peer.index()].fetch_add(1, Relaxed);
         Ok(Posted::Yes)
     }
 
     fn poll(&self, on_signal: &mut dyn FnMut(Rank, Signal)) -> Result<()> {
+        assert!(!self.0.panics.load(Relaxed), "a bug of the engine");
         while self.0.passed.load(Relaxed) < self.0.filled.load(Relaxed) {
             let slot = self.0.passed.fetch_add(1, Relaxed);
             on_signal(Rank(1), Signal::new(slot as u32).unwrap());
+        }
+        if self.0.is_gone.swap(false, Relaxed) {
+            let (fault, what) = (PeerFault::Died, "a put: connection refused");
+            return Err(PeerError::joining(Rank(0), Rank(1), fault, what, Duration::ZERO).into());
         }
         Ok(())
     }
@@ -201,13 +217,13 @@ impl Transport for PlayedEnd {
     }
 }
 
-/// A carrier of the ranks 3 and 8. The test plays rank 8, whose messages are `slots`.
+/// A carrier of the ranks 3, 8 and 9. The test plays the others; `slots` are messages of rank 8.
 fn played(slots: &[Vec<u8>]) -> (RailCarrier, Arc<Played>) {
     let mut config = HostConfig::default();
     (config.slots, config.slot_bytes) = (16, 4096);
     config.transport.engine = "tcp".into();
-    let rail = Rail::new(vec![Rank(0), Rank(1)], 0).unwrap();
-    let window = Arc::new(Segment::private(WindowLayout::new(2, &config).unwrap().bytes()).unwrap());
+    let rail = Rail::new((0..3).map(Rank).collect(), 0).unwrap();
+    let window = Arc::new(Segment::private(WindowLayout::new(3, &config).unwrap().bytes()).unwrap());
     for (number, bytes) in slots.iter().enumerate() {
         // The receive slots from rank 1 follow those from rank 0.
         let slot = window.at((16 + number) * 4096, 4096);
@@ -216,8 +232,8 @@ fn played(slots: &[Vec<u8>]) -> (RailCarrier, Arc<Played>) {
     }
     let engine = Arc::new(Played::default());
     let streams = Streams::new(&rail, window, &config, Box::new(PlayedEnd(Arc::clone(&engine)))).unwrap();
-    let ends = Arc::new(ThreadEnds::of(2).remove(0));
-    let names = [Rank(3), Rank(8)];
+    let ends = Arc::new(ThreadEnds::of(3).remove(0));
+    let names = [Rank(3), Rank(8), Rank(9)];
     (RailCarrier::start(&names, 0, streams, "played".into(), ends).unwrap(), engine)
 }
 
@@ -242,7 +258,9 @@ fn a_peer_that_breaks_the_protocol_ends_every_transfer_with_it() {
         let send = carrier.send(Rank(8), Lane::Weights, Arc::new(vec![0; 9])).unwrap();
         let other = carrier.receive(Rank(8), Lane::Gradients, 50).unwrap();
         // The orders come before the parts.
-        std::thread::sleep(Duration::from_millis(20));
+        while !carrier.has_taken_orders() {
+            std::thread::yield_now();
+        }
         engine.filled.store(slots.len() as u64, Relaxed);
         let Err(CarrierError::Broken(found)) = other.wait(50) else { panic!("{expected}") };
         assert!(found.contains(expected), "{found}");
@@ -272,4 +290,55 @@ fn ranks_that_are_not_of_the_carrier_are_refused() {
     }
     assert!(RailCarrier::threads(&[Rank(3), Rank(3)], &Config::default()).is_err());
     assert_eq!(COUNTS, 40);
+}
+
+#[test]
+fn a_peer_for_which_the_engine_has_no_room_does_not_delay_the_others() {
+    let (carrier, engine) = played(&[]);
+    engine.is_full.store(true, Relaxed);
+    // Each rank is told of the posted receive.
+    let _to_8 = carrier.receive(Rank(8), Lane::Headers, 1).unwrap();
+    while !carrier.has_taken_orders() {
+        std::thread::yield_now();
+    }
+    let _to_9 = carrier.receive(Rank(9), Lane::Headers, 1).unwrap();
+    while engine.puts[2].load(Relaxed) == 0 {
+        std::thread::yield_now();
+    }
+    assert_eq!(engine.puts[1].load(Relaxed), 0);
+}
+
+#[test]
+fn a_peer_that_only_the_engine_does_not_reach_has_not_died() {
+    let (carrier, engine) = played(&[]);
+    let receive = carrier.receive(Rank(8), Lane::Headers, 1).unwrap();
+    engine.is_gone.store(true, Relaxed);
+    let Err(CarrierError::Failed(text)) = receive.wait(1) else {
+        panic!("the links know nothing of a death")
+    };
+    assert!(text.contains("connection refused") && text.contains("firewall"), "{text}");
+    carrier.receive(Rank(9), Lane::Headers, 1).expect("another peer is reached");
+}
+
+#[test]
+fn a_panic_of_the_thread_is_no_fault_of_a_peer() {
+    let (carrier, engine) = played(&[]);
+    let receive = carrier.receive(Rank(8), Lane::Headers, 1).unwrap();
+    engine.panics.store(true, Relaxed);
+    let Err(CarrierError::Failed(text)) = receive.wait(1) else { panic!("the connection is not closed") };
+    assert!(text.contains("panicked"), "{text}");
+    assert!(matches!(carrier.receive(Rank(9), Lane::Headers, 1), Err(CarrierError::Failed(_))));
+}
+
+#[test]
+fn a_message_that_was_received_counts_as_sent_even_if_the_receiver_closes_at_once() {
+    for _ in 0..50 {
+        let [one, two] =
+            RailCarrier::threads(&[Rank(1), Rank(2)], &Config::default()).unwrap().try_into().unwrap();
+        let receive = two.receive(Rank(1), Lane::Headers, 5).unwrap();
+        let send = one.send(Rank(2), Lane::Headers, Arc::new(vec![7; 5])).unwrap();
+        assert_eq!(receive.wait(5), Ok(vec![7; 5]));
+        two.abort();
+        assert_eq!(send.wait(), Ok(()));
+    }
 }

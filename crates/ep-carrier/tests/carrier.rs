@@ -99,3 +99,43 @@ fn a_migration_has_the_same_bits_over_every_carrier() {
         assert!(found == expected, "{engine}");
     }
 }
+
+/// Joins ranks as processes do, each on a thread.
+#[cfg(target_os = "linux")]
+fn joined(names: &[Rank], config: &Config) -> Vec<ep::Result<RailCarrier>> {
+    let ends = ep::join::ThreadRendezvous::new(names.len(), Duration::from_secs(20));
+    on_threads(ends, |_, mut end| RailCarrier::join(&mut end, names, config))
+}
+
+#[test]
+#[cfg(target_os = "linux")]
+fn ranks_that_join_over_descriptors_of_their_windows_pass_the_suite() {
+    let names = names(3);
+    let carriers: Vec<_> =
+        joined(&names, &config("loopback", true)).into_iter().map(Result::unwrap).collect();
+    let carriers = on_threads(carriers, |at, carrier| {
+        check_carrier(names[at], &names, &carrier, Duration::from_secs(60))
+            .unwrap_or_else(|failure| panic!("{failure}"));
+        carrier
+    });
+    // The first rank has closed. One that is dropped has left, and the last one learns of it.
+    let [_, second, third] = carriers.try_into().expect("three carriers");
+    let receive = third.receive(names[1], ep_migrate::Lane::Headers, 1).unwrap();
+    drop(second);
+    assert_eq!(receive.wait(1), Err(ep_migrate::CarrierError::Closed));
+}
+
+#[test]
+#[cfg(target_os = "linux")]
+fn ranks_that_differ_do_not_join() {
+    let names = names(2);
+    let ends = ep::join::ThreadRendezvous::new(2, Duration::from_secs(20));
+    let errors = on_threads(ends, |at, mut end| {
+        let mut config = config("loopback", true);
+        config.host.slots += at;
+        RailCarrier::join(&mut end, &names, &config).unwrap_err().to_string()
+    });
+    assert!(errors.iter().all(|error| error.contains("slots")), "{errors:?}");
+    let error = joined(&names, &config("no-such-engine", true)).remove(0).unwrap_err().to_string();
+    assert!(error.contains("no-such-engine") || error.contains("libfabric"), "{error}");
+}

@@ -373,12 +373,14 @@ impl<'a> Op<'a> {
 
     /// Sends the message in a claimed slot; polls and retries while the transport's queue is full.
     pub(crate) fn post(&self, idle: &mut Idle, claim: ClaimedSlot, len: usize) -> Result<()> {
-        self.retry_while_full(idle, claim, || self.comm.rails.post(claim, len))
+        // SAFETY: the worker that has claimed and filled the slot calls this once, and repeats only what was not taken.
+        self.retry_while_full(idle, claim, || unsafe { self.comm.rails.post(claim, len) })
     }
 
     /// Returns a slot that was read to its sender; polls and retries while the transport's queue is full.
     pub(crate) fn release(&self, idle: &mut Idle, claim: ClaimedSlot) -> Result<()> {
-        self.retry_while_full(idle, claim, || self.comm.rails.release(claim))
+        // SAFETY: the worker that has claimed and read the slot calls this once, and repeats only what was not taken.
+        self.retry_while_full(idle, claim, || unsafe { self.comm.rails.release(claim) })
     }
 
     fn retry_while_full(

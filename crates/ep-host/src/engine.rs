@@ -25,7 +25,8 @@ pub(crate) fn open(
     };
     let address = connected.machines.address();
     let place = RankPlace { local_rank: topology.local_rank_of(rank), gpu: None, address };
-    open_streams(rail_of(world, rank)?, &place, &config.host, window)
+    // SAFETY: the buffer of this rank makes one `Streams` of the engine.
+    unsafe { open_streams(rail_of(world, rank)?, &place, &config.host, window) }
 }
 
 #[cfg(test)]

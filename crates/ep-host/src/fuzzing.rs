@@ -167,14 +167,16 @@ pub fn drive_rails(script: &[u8]) {
             }
             2 => rails.poll(),
             3 => match rails.claim_send(domain, u64::from(next())) {
-                Some((_, claim)) => rails.post(claim, usize::from(next()) % 65).map(drop),
+                // SAFETY: the slot is claimed, and only this thread uses the windows.
+                Some((_, claim)) => unsafe { rails.post(claim, usize::from(next()) % 65) }.map(drop),
                 None => Ok(()),
             },
             4 => match rails.claim_receive(domain, u64::from(next())) {
                 Some((_, claim)) => {
                     // SAFETY: a claimed slot has 64 bytes, and only this thread uses it.
                     std::hint::black_box(unsafe { rails.incoming(claim).add(63).read() });
-                    rails.release(claim).map(drop)
+                    // SAFETY: as above.
+                    unsafe { rails.release(claim) }.map(drop)
                 }
                 None => Ok(()),
             },

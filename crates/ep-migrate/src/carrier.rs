@@ -48,7 +48,8 @@ pub trait Carrier: Send + Sync + fmt::Debug {
     /// [`CarrierError`] if the connection is closed or the carrier cannot receive.
     fn receive(&self, from: Rank, lane: Lane, capacity: usize) -> Result<Box<dyn Receiving>, CarrierError>;
 
-    /// Closes all connections of this rank. Every wait for a transfer ends, on this rank and on its peers.
+    /// Closes all connections of this rank. Every wait for a transfer ends, on this rank and on its peers. A message that
+    /// was sent before still arrives if its receive is posted and the peer takes it soon; others are lost.
     fn abort(&self);
 }
 

@@ -123,16 +123,21 @@ impl End<'_> {
         }
     }
 
-    /// Sends messages of these lengths to all peers in all lanes, and receives theirs. Receives are posted before, after or
-    /// between the sends, and have room for more than the message.
-    fn exchange(&self, lengths: &[usize], ahead: usize) -> Outcome {
+    /// Sends messages of these lengths to all peers in all lanes, and receives theirs. A receive is posted `ahead` messages
+    /// before its message is sent, or after it if `ahead` is negative. Some have room for more than the message.
+    fn exchange(&self, lengths: &[usize], ahead: isize) -> Outcome {
         let (mut sends, mut receives) = (Vec::new(), Vec::new());
-        for step in 0..lengths.len() + ahead {
+        let shift = ahead.unsigned_abs();
+        let (receives_late, sends_late) = if ahead < 0 { (shift, 0) } else { (0, shift) };
+        for step in 0..lengths.len() + shift {
+            let number = |late: usize| step.checked_sub(late).filter(|&number| number < lengths.len());
             for (peer, lane) in self.peers().flat_map(|peer| Lane::ALL.map(|lane| (peer, lane))) {
-                if let Some(&len) = lengths.get(step) {
-                    receives.push((self.receive(peer, lane, len + 17 * (step % 2))?, peer, lane, step, len));
+                if let Some(number) = number(receives_late) {
+                    let len = lengths[number];
+                    let receive = self.receive(peer, lane, len + 17 * (number % 2))?;
+                    receives.push((receive, peer, lane, number, len));
                 }
-                if let Some(number) = step.checked_sub(ahead) {
+                if let Some(number) = number(sends_late) {
                     sends.push(self.send(peer, lane, number, lengths[number])?);
                 }
             }
@@ -144,7 +149,8 @@ impl End<'_> {
     }
 
     fn lengths(&self) -> Outcome {
-        [0, 3, LENGTHS.len()].into_iter().try_for_each(|ahead| self.exchange(&LENGTHS, ahead))
+        let all = LENGTHS.len() as isize;
+        [0, 3, all, -2, -all].into_iter().try_for_each(|ahead| self.exchange(&LENGTHS, ahead))
     }
 
     fn short(&self) -> Outcome {
@@ -185,13 +191,17 @@ impl End<'_> {
         long.into_iter().try_for_each(|send| send.wait().map_err(failed("the long body to be sent")))
     }
 
-    /// The first rank sends a last message and closes its carrier. What it has sent still arrives; all other waits for it
-    /// end; the other ranks still reach each other.
+    /// The first rank sends last messages and closes its carrier. What it has sent still arrives if the receive was posted,
+    /// whether it has waited for it or not; all other waits for it end; the other ranks still reach each other.
     fn close(&self) -> Outcome {
         let first = self.ranks[0];
         if self.own == first {
             for peer in self.peers() {
+                self.receive(peer, Lane::Headers, 1)?.wait(1).map_err(failed("news of posted receives"))?;
                 self.send(peer, Lane::Gradients, 7, 5000)?.wait().map_err(failed("the last message"))?;
+            }
+            for peer in self.peers() {
+                self.send(peer, Lane::Weights, 8, 20_000)?;
             }
             self.carrier.abort();
             let receive = self.carrier.receive(self.ranks[1], Lane::Headers, 1);
@@ -200,13 +210,16 @@ impl End<'_> {
                 other => Err(format!("a receive of the rank that has closed gave {other:?}")),
             };
         }
-        let last = self.receive(first, Lane::Gradients, 5000)?;
         let none = self.receive(first, Lane::Headers, 1)?;
+        let waited_for = self.receive(first, Lane::Gradients, 5000)?;
+        let last = self.receive(first, Lane::Weights, 20_000)?;
+        self.send(first, Lane::Headers, 0, 1)?;
         match none.wait(1) {
             Err(CarrierError::Closed) => {}
             other => return Err(format!("a message that was never sent gave {other:?}")),
         }
-        self.expect(last, first, Lane::Gradients, 7, 5000)?;
+        self.expect(waited_for, first, Lane::Gradients, 7, 5000)?;
+        self.expect(last, first, Lane::Weights, 8, 20_000)?;
         let others: Vec<Rank> = self.ranks[1..].to_vec();
         if others.len() > 1 {
             let rest = End { ranks: &others, ..*self };

@@ -20,9 +20,9 @@ pub struct Loopback {
     rail: Rail,
     /// By domain.
     endpoints: Vec<Endpoint>,
-    /// By domain: signals taken so far. The lock admits one poller at a time, as a ring requires. The count is kept
+    /// By domain: signals taken so far; `None` once the ring was found damaged. The lock admits one poller at a time, as a ring requires. The count is kept
     /// here because a peer could change the `tail` in shared memory.
-    taken: Mutex<Vec<u64>>,
+    taken: Mutex<Vec<Option<u64>>>,
     /// Signals that a ring has room for.
     ring_slots: usize,
     ring_bytes: usize,
@@ -105,7 +105,7 @@ impl Loopback {
         }
         let endpoints: Vec<Endpoint> =
             windows.into_iter().map(|window| Endpoint { window, sent: Mutex::new(0) }).collect();
-        let taken = Mutex::new(vec![0; ranks]);
+        let taken = Mutex::new(vec![Some(0); ranks]);
         Ok(Self { rail, endpoints, taken, ring_slots, ring_bytes, reserved })
     }
 
@@ -125,6 +125,33 @@ impl Loopback {
         let room = self.ring_slots;
         let found = format!("a ring of {room} signals whose counters say {sent} sent and {taken} taken");
         broken(self.rail.own(), peer, found)
+    }
+
+    /// Passes the signals of one peer that have arrived.
+    fn take_signals(
+        &self,
+        sender: usize,
+        peer: Rank,
+        taken: &mut u64,
+        on_signal: &mut dyn FnMut(Rank, Signal),
+    ) -> Result<()> {
+        let (ring, slots) = self.ring(self.own(), sender);
+        let room = slots.len() as u64;
+        let head = ring.head.0.load(Acquire);
+        let Some(waiting) = head.checked_sub(*taken).filter(|&waiting| waiting <= room) else {
+            return Err(self.damaged(peer, head, *taken));
+        };
+        for _ in 0..waiting {
+            let word = slots[(*taken % room) as usize].load(Relaxed);
+            let Some(signal) = Signal::new(word) else {
+                let found = format!("a signal of more than {} bits ({word:#x})", Signal::BITS);
+                return Err(broken(self.rail.own(), peer, found));
+            };
+            on_signal(peer, signal);
+            *taken += 1;
+            ring.tail.0.store(*taken, Release);
+        }
+        Ok(())
     }
 
     /// Copies the bytes of a put and delivers no signal. The signal of a later put without bytes then announces them.
@@ -233,25 +260,16 @@ impl Transport for Loopback {
         };
         let peers =
             self.rail.ranks().iter().enumerate().filter(|&(sender, _)| sender != self.rail.own_index());
+        let mut first = None;
         for (sender, &peer) in peers {
-            let (ring, slots) = self.ring(self.own(), sender);
-            let (room, taken) = (slots.len() as u64, &mut taken[sender]);
-            let head = ring.head.0.load(Acquire);
-            let Some(waiting) = head.checked_sub(*taken).filter(|&waiting| waiting <= room) else {
-                return Err(self.damaged(peer, head, *taken));
-            };
-            for _ in 0..waiting {
-                let word = slots[(*taken % room) as usize].load(Relaxed);
-                let Some(signal) = Signal::new(word) else {
-                    let found = format!("a signal of more than {} bits ({word:#x})", Signal::BITS);
-                    return Err(broken(self.rail.own(), peer, found));
-                };
-                on_signal(peer, signal);
-                *taken += 1;
-                ring.tail.0.store(*taken, Release);
+            // Each damaged ring is reported once, and the other peers stay reachable.
+            let Some(count) = &mut taken[sender] else { continue };
+            if let Err(error) = self.take_signals(sender, peer, count, on_signal) {
+                taken[sender] = None;
+                first.get_or_insert(error);
             }
         }
-        Ok(())
+        first.map_or(Ok(()), Err)
     }
 
     /// A put is complete when it is posted.

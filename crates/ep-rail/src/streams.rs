@@ -36,10 +36,13 @@ pub fn needs_blobs(domains: usize, config: &HostConfig) -> bool {
 ///
 /// A rail of one domain needs no engine: it gets `loopback`, whatever the settings select.
 ///
+/// # Safety
+/// Only one [`Streams`] of the same rail, window and configuration may use the engine.
+///
 /// # Errors
 /// Those of `window`, [`Loopback::new`] and [`open_fabric`]; [`CallerError::Config`] for an emulated link whose bytes a
 /// kernel copies.
-pub fn open_streams(
+pub unsafe fn open_streams(
     rail: Rail,
     place: &RankPlace,
     config: &HostConfig,
@@ -53,14 +56,14 @@ pub fn open_streams(
         return open_fabric(rail, place, own, &config.transport, limits);
     }
     let windows = rail.ranks().iter().map(|&peer| window(peer)).collect::<Result<Vec<_>>>()?;
-    // SAFETY: puts copy slots only. The sender fills a send slot after the credit of the slot's last message. The receiver
+    // SAFETY: puts of `Streams` copy slots only. The sender fills a send slot after the credit of the slot's last message. The receiver
     // reads a receive slot after the message's signal and before it posts the credit, and no other rank writes to that slot.
     // The rings lie in front of all slots.
     let loopback = unsafe { Loopback::new(rail, windows, signals)? };
     let Some(pace) = config.transport.pace()? else { return Ok(Box::new(loopback)) };
     if pace.copier() == Copier::Kernel {
         let (key, value) = ("HYBRID_EP_TRANSPORT", config.transport.engine.clone());
-        let problem = "only GPUs have a `kernel` that copies; leave this part out on the CPU backend".into();
+        let problem = "only GPUs have a `kernel` that copies; leave this part out".into();
         return Err(CallerError::Config { key, value, problem }.into());
     }
     match domains {
@@ -298,7 +301,11 @@ impl Streams {
     }
 
     /// Sends the first `len` bytes of a claimed slot. On [`Posted::Full`], poll and post again.
-    pub fn post(&self, claim: ClaimedSlot, len: usize) -> Result<Posted> {
+    ///
+    /// # Safety
+    /// [`claim_send`](Self::claim_send) of these streams has returned the claim, the slot was filled, no post of it has succeeded,
+    /// and nothing writes to the slot from now on.
+    pub unsafe fn post(&self, claim: ClaimedSlot, len: usize) -> Result<Posted> {
         assert!(len <= self.layout.slot_bytes, "a message of {len} bytes is larger than a slot");
         let mut put = Put::new(self.streams[claim.domain].peer, claim.signal(DATA));
         // The bytes of a lent slot are already in the peer's window.
@@ -315,7 +322,11 @@ impl Streams {
     }
 
     /// Sends the credit for a message that was read. On [`Posted::Full`], poll and release again.
-    pub fn release(&self, claim: ClaimedSlot) -> Result<Posted> {
+    ///
+    /// # Safety
+    /// [`claim_receive`](Self::claim_receive) of these streams has returned the claim, no release of it has succeeded, and nothing
+    /// reads the slot from now on.
+    pub unsafe fn release(&self, claim: ClaimedSlot) -> Result<Posted> {
         self.transport.put(Put::new(self.streams[claim.domain].peer, claim.signal(CREDIT)))
     }
 
@@ -370,6 +381,9 @@ fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
 
 #[cfg(test)]
 mod tests {
+    // SAFETY of `post` and `release`: a scripted engine copies nothing.
+    #![allow(clippy::undocumented_unsafe_blocks)]
+
     use ep::{Error, PeerFault};
 
     use super::*;
@@ -499,7 +513,7 @@ mod tests {
             assert_eq!(streams.position(1), (0, number + 1));
             let incoming = streams.window.at(streams.layout.receive_slot(1, claim.slot), 1);
             assert_eq!(streams.incoming(claim), incoming.cast_const());
-            assert_eq!(streams.release(claim), Ok(Posted::Yes));
+            assert_eq!(unsafe { streams.release(claim) }, Ok(Posted::Yes));
             let credit = Put::new(Rank(1), Signal::new(CREDIT | slot as u32).unwrap());
             assert_eq!(lock(&script).puts.pop(), Some(credit));
         }
@@ -513,17 +527,17 @@ mod tests {
         let (_, claim) = streams.claim_send(2, 2).unwrap();
         assert_eq!(streams.outgoing(claim), streams.window.at(streams.layout.send_slot(2, 1), 1));
         lock(&script).full = true;
-        assert_eq!(streams.post(claim, 40), Ok(Posted::Full));
+        assert_eq!(unsafe { streams.post(claim, 40) }, Ok(Posted::Full));
         assert_eq!(streams.sent(), (0, 0), "nothing was sent");
         lock(&script).full = false;
-        assert_eq!(streams.post(claim, 40), Ok(Posted::Yes));
+        assert_eq!(unsafe { streams.post(claim, 40) }, Ok(Posted::Yes));
         assert_eq!(streams.sent(), (40, 1));
         let (source, destination) = (streams.layout.send_slot(2, 1), streams.layout.receive_slot(0, 1));
         let put = Put::new(Rank(2), Signal::new(DATA | 1).unwrap()).bytes(source..source + 40, destination);
         assert_eq!(lock(&script).puts, [put]);
         let longest = config(2).slot_bytes;
         assert_eq!(streams.slot_bytes(), longest);
-        assert_eq!(streams.post(claim, longest), Ok(Posted::Yes));
+        assert_eq!(unsafe { streams.post(claim, longest) }, Ok(Posted::Yes));
         streams.drain(2, Instant::now()).unwrap();
         assert_eq!(lock(&script).drained, [Rank(2)]);
     }
@@ -536,7 +550,7 @@ mod tests {
         let slot = lent.at(streams.layout.receive_slot(0, 0), 1);
         lock(&script).lent = Some(lent);
         assert_eq!(streams.outgoing(claim), slot);
-        assert_eq!(streams.post(claim, 40), Ok(Posted::Yes));
+        assert_eq!(unsafe { streams.post(claim, 40) }, Ok(Posted::Yes));
         assert_eq!(lock(&script).puts, [Put::new(Rank(1), Signal::new(DATA).unwrap())]);
         assert_eq!(streams.sent(), (40, 1));
         // The setting that turns lending off.
@@ -587,7 +601,8 @@ mod tests {
             config.transport.engine = "paced:25GB/s,5us,kernel".into();
             let bytes = WindowLayout::new(domains, &config).unwrap().bytes();
             let window = |_| Segment::private(bytes).map(Arc::new);
-            let opened = open_streams(rail(domains as u32), &RankPlace::default(), &config, window);
+            let opened =
+                unsafe { open_streams(rail(domains as u32), &RankPlace::default(), &config, window) };
             let error = opened.map(drop).unwrap_err();
             assert!(matches!(error, Error::Caller(CallerError::Config { .. })), "{error}");
         }

@@ -35,8 +35,9 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo
 
 from .. import _native
-from ..errors import SetupError
+from ..errors import HybridEPError, SetupError
 from ..rendezvous import Meeting
+from .job_ranks import of_job
 
 if TYPE_CHECKING:
     from .._native import Receiving, Sending
@@ -78,8 +79,14 @@ def connect(meeting: Meeting, carrier: str, names: Sequence[int]) -> Carrier:
         SetupError: The ranks met, but could not connect, or the engine cannot be loaded.
     """
     if carrier == "gloo":
-        return GlooCarrier(_connect_gloo(meeting), tuple(names))
-    joined = _native.RailCarrier.join(meeting.rank, [*names], carrier, meeting.timeout, meeting)
+        try:
+            return GlooCarrier(_connect_gloo(meeting), tuple(names))
+        except HybridEPError as error:
+            raise of_job(error, names) from error.__cause__
+    try:
+        joined = _native.RailCarrier.join(meeting.rank, [*names], carrier, meeting.timeout, meeting)
+    except HybridEPError as error:
+        raise of_job(error, names) from error.__cause__
     meeting.end()
     return joined
 

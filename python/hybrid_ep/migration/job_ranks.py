@@ -9,7 +9,7 @@ from typing import Any
 
 from ..errors import HybridEPError, PeerError
 
-__all__ = ["JobRanks"]
+__all__ = ["JobRanks", "of_job"]
 
 _RANK = re.compile(r"\brank (\d+)\b")
 
@@ -41,23 +41,31 @@ class JobRanks:
                 return found(*arguments, **named)
             except HybridEPError as error:
                 with explained():
-                    raise self._of_job(error) from error.__cause__
+                    raise of_job(error, self._ranks) from error.__cause__
 
         return call
 
-    def _of_job(self, error: HybridEPError) -> HybridEPError:
-        text = _RANK.sub(lambda match: f"rank {self._number(int(match[1]))}", str(error))
-        if not isinstance(error, PeerError):
-            return type(error)(text)
-        return PeerError(
-            text,
-            peer=self._number(error.peer),
-            rank=self._number(error.rank),
-            operator=error.operator,
-            fault=error.fault,
-            step=error.step,
-            machine=error.machine,
-        )
 
-    def _number(self, place: int) -> int:
-        return self._ranks[place] if place < len(self._ranks) else place
+def of_job(error: HybridEPError, ranks: Sequence[int]) -> HybridEPError:
+    """Returns the error with the numbers that ranks have in the job.
+
+    Args:
+        error: An error that numbers ranks as a buffer or a meeting does.
+        ranks: For each of these ranks, its number in the job.
+    """
+
+    def number(place: int) -> int:
+        return ranks[place] if place < len(ranks) else place
+
+    text = _RANK.sub(lambda match: f"rank {number(int(match[1]))}", str(error))
+    if not isinstance(error, PeerError):
+        return type(error)(text)
+    return PeerError(
+        text,
+        peer=number(error.peer),
+        rank=number(error.rank),
+        operator=error.operator,
+        fault=error.fault,
+        step=error.step,
+        machine=error.machine,
+    )

@@ -142,7 +142,7 @@ mod meet {
         let stays = config.host.transport.maps_windows() || engine == "shm";
         if let Some((here, there)) = on_rail.filter(|_| stays) {
             let problem = format!(
-                "carries bytes inside one machine only, and rank {} sends to rank {}; set HYBRID_EP_TRANSPORT=tcp, or the provider of your network card",
+                "carries bytes inside one machine only, and rank {} sends to rank {}; choose tcp, or the provider of your network card",
                 place(here),
                 place(there)
             );
