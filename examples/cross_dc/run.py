@@ -201,8 +201,8 @@ def arguments() -> argparse.Namespace:
             ctypes.CDLL("libfabric.so.1")
         except OSError:
             parser.error(
-                "the mode plain and carriers such as tcp need libfabric: apt-get install libfabric1 (Debian, Ubuntu), dnf install libfabric "
-                "(Fedora); or leave the modes out"
+                "the mode plain and carriers such as tcp need libfabric: apt-get install libfabric1 (Debian, Ubuntu), "
+                "dnf install libfabric (Fedora); or leave the modes out"
             )
     return args
 

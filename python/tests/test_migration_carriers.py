@@ -52,9 +52,7 @@ def _refused(here: Rank, carrier: str, says: str) -> None:
         ("paced:1GB/s,1ms,kernel", "only GPUs have a `kernel`"),
     ],
 )
-def test_an_engine_that_cannot_be_opened_is_refused_on_every_rank(
-    world: World, carrier: str, says: str
-) -> None:
+def test_an_engine_that_cannot_be_opened_is_refused_on_every_rank(world: World, carrier: str, says: str) -> None:
     world.run(_refused, carrier, says)
 
 

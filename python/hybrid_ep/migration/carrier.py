@@ -1,6 +1,7 @@
 """Moves messages between the ranks of an expert domain, or between all ranks: `connect` makes the carrier.
 
-`_native.RailCarrier` is over an engine of rails. `GlooCarrier` is over a gloo group of its own. The engine calls `send`, `receive` and `abort` from its threads, and `wait` of the transfers that they return. Messages
+`_native.RailCarrier` is over an engine of rails. `GlooCarrier` is over a gloo group of its own. The engine of the
+migration calls `send`, `receive` and `abort` from its threads, and `wait` of the transfers that they return. Messages
 of a lane between two ranks arrive in order.
 
 How gloo behaves, and what follows (PyTorch 2.11):

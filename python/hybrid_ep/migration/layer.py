@@ -163,11 +163,6 @@ class HybridExperts(GroupedExperts):
             self.working.grad = self.working.grad.contiguous()
         return self.working.grad
 
-    @property
-    def own_elements(self) -> int:
-        """The number of elements of this rank's own experts."""
-        return self._own * self.working.shape[1]
-
     def empty_sum(self) -> Tensor:
         """Makes the tensor for the sum of gradients over the expert domain: float32 [own experts, elements]."""
         return torch.empty(self._own, self.working.shape[1], dtype=torch.float32, device="cpu")

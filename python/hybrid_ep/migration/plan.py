@@ -126,9 +126,7 @@ class ExpertDomains:
             [range(place, ranks, size) for place in range(size)],
             [range(first, first + part) for first in range(0, ranks, part)],
             [range(first, first + size) for first in range(0, ranks, size)],
-            ep_groups=[
-                [rank for rank in range(ranks) if rank % size // part == group] for group in range(ep_groups)
-            ],
+            ep_groups=[[rank for rank in range(ranks) if rank % size // part == group] for group in range(ep_groups)],
         )
 
     @classmethod
@@ -162,7 +160,11 @@ class ExpertDomains:
             sites = layout.datacenters if datacenters is None else datacenters
             # The file has the groups of one EP group, and all EP groups are divided alike.
             plan = cls(
-                [[ranks[place] for place in domain] for ranks in layout.ep_groups for domain in of_group.expert_domains],
+                [
+                    [ranks[place] for place in domain]
+                    for ranks in layout.ep_groups
+                    for domain in of_group.expert_domains
+                ],
                 [[ranks[place] for place in group] for ranks in layout.ep_groups for group in of_group.dispatch_groups],
                 sites,
                 ep_groups=layout.ep_groups,
@@ -284,9 +286,9 @@ def _layout_of(layout: Any, of_group: ExpertDomains) -> _Layout:
         raise CallerError("layout: tensor_parallel: expected an integer")
     if tensor_parallel != 1:
         raise CallerError(
-            f"the plan has {tensor_parallel} GPUs that split the dense parameters (tensor parallelism); training across "
-            "datacenters needs 1: plan with --runnable; if the model does not fit then, plan for more memory, more "
-            "stages or a smaller model"
+            f"the plan has {tensor_parallel} GPUs that split the dense parameters (tensor parallelism); training "
+            "across datacenters needs 1: plan with --runnable; if the model does not fit then, plan for more memory, "
+            "more stages or a smaller model"
         )
     try:
         groups = [[[int(rank) for rank in group] for group in stage] for stage in layout["ep_groups"]]
@@ -298,8 +300,8 @@ def _layout_of(layout: Any, of_group: ExpertDomains) -> _Layout:
     sizes = {len(group) for stage in groups for group in stage}
     if not ascend or sizes != {of_group.ranks} or all_ranks != [*range(len(all_ranks))]:
         raise CallerError(
-            f"layout: ep_groups: an EP group must have {of_group.ranks} ranks, ascending, and a rank be in one of them, "
-            f"found {groups}"
+            f"layout: ep_groups: an EP group must have {of_group.ranks} ranks, ascending, and a rank be in one of "
+            f"them, found {groups}"
         )
     # Of each stage: the EP groups, in its own numbering.
     places = [[[stage.index(rank) for rank in group] for group in of] for stage, of in zip(stages, groups, strict=True)]

@@ -73,7 +73,8 @@ class Ownership(Shared):
 
     @property
     def mesh(self) -> DeviceMesh | None:
-        """The ranks of the EP group as a device mesh, over which the parameters of experts are sharded; None for one rank."""
+        """The ranks of the EP group as a device mesh, over which the parameters of experts are sharded; None for one
+        rank."""
         if self._mesh is None and self._group.size() > 1:
             self._mesh = DeviceMesh.from_group(self._group, self._device_type, mesh_dim_names=("ep",))
         return self._mesh
@@ -180,9 +181,9 @@ class ExpertMigration(Shared):
                 )
             of_group = len(plan.ep_groups[0])
             if num_experts < 1 or num_experts % of_group:
-                of_an_ep_group = " of an EP group" if len(plan.ep_groups) > 1 else ""
+                which = " of an EP group" if len(plan.ep_groups) > 1 else ""
                 raise CallerError(
-                    f"num_experts is {num_experts}, must be a multiple of the number of ranks{of_an_ep_group}, {of_group}"
+                    f"num_experts is {num_experts}, must be a multiple of the number of ranks{which}, {of_group}"
                 )
             own_group = _ep_group(plan, group, ep_group, ranks)
             if not timeout > 0:
@@ -222,12 +223,12 @@ class ExpertMigration(Shared):
         # The carrier of the expert domain; None for a domain of one rank, which has no replicas.
         self._carrier: Carrier | None = None
         # None if there is one EP group.
-        self._copies: CopiesOfExperts | None = None
+        self._over_groups: CopiesOfExperts | None = None
         try:
             copies = plan.copies_of(self.rank)
             if len(copies) > 1:
                 to_copies = connect(meeting.among(f"{place}/copies", copies), carrier, copies)
-                self._copies = CopiesOfExperts(
+                self._over_groups = CopiesOfExperts(
                     self.rank, copies, to_copies, plan.datacenters, dense_gradients, timeout, self._run
                 )
             if len(self._domain) > 1:
@@ -242,8 +243,8 @@ class ExpertMigration(Shared):
             )
         except BaseException:
             self._dense.close(at_once=True)
-            if self._copies is not None:
-                self._copies.close(at_once=True)
+            if self._over_groups is not None:
+                self._over_groups.close(at_once=True)
             if self._carrier is not None:
                 self._carrier.close()
             raise
@@ -390,8 +391,9 @@ class ExpertMigration(Shared):
         """Makes the gradients on every rank those of the mean (or sum) of the ranks' losses. Collective.
 
         The gradient of an expert is the sum over its expert domain, in rank order, and goes to its owner. With several
-        EP groups, the sums of an expert's owners are summed like dense gradients. Gradients of dense parameters are summed in rank order inside each datacenter, and these sums in the order of the
-        datacenters. From the second step on, most of them have left during the backward pass.
+        EP groups, the sums of an expert's owners are summed like dense gradients. Gradients of dense parameters are
+        summed in rank order inside each datacenter, and these sums in the order of the datacenters. From the second
+        step on, most of them have left during the backward pass.
 
         Args:
             module: The module whose gradients are reduced, in place: all that the optimizer updates. A missing gradient
@@ -426,15 +428,20 @@ class ExpertMigration(Shared):
             for index, experts in backward:
                 self._send_gradients(index, experts)
             plan = self._dense.begin_all(parameters, self._last_step)
-            # Sums over EP groups begin while later layers still wait for their domain.
-            totals = (self._total(engine, index, experts) for index, experts in backward)
-            if self._copies is not None:
-                kept: list[Tensor] = []
-                elements = [experts.own_elements for _, experts in backward]
-                self._copies.sum(elements, (kept.append(total) or total for total in totals), self._last_step)
-                totals = iter(kept)
-            for (_, experts), total in zip(backward, totals, strict=True):
-                experts.finish_gradients(total)
+            if self._over_groups is None:
+                for index, experts in backward:
+                    experts.finish_gradients(self._total(engine, index, experts))
+            else:
+                # The sum of a layer leaves for the other EP groups while the next layers wait for their domain.
+                totals = [experts.empty_sum() for _, experts in backward]
+                filled = (
+                    self._total(engine, index, experts, total)
+                    for (index, experts), total in zip(backward, totals, strict=True)
+                )
+                elements = [total.numel() for total in totals]
+                self._over_groups.sum(elements, filled, self._last_step)
+                for (_, experts), total in zip(backward, totals, strict=True):
+                    experts.finish_gradients(total)
             self._dense.finish_all(plan, self._last_step, scale)
         for parameter in expert_parameters(module):
             if parameter.requires_grad:
@@ -442,9 +449,11 @@ class ExpertMigration(Shared):
         self._dense.watch(plan, _dense_hook(self))
         self._reduced = True
 
-    def _total(self, engine: Engine | None, index: int, experts: HybridExperts) -> Tensor:
-        """Waits for the sum of a layer's gradients over the expert domain, float32 [own experts, elements]."""
-        own, total = self.host_memory.read(experts.own_gradient()), experts.empty_sum()
+    def _total(self, engine: Engine | None, index: int, experts: HybridExperts, total: Tensor | None = None) -> Tensor:
+        """Waits for the sum of a layer's gradients over the expert domain, float32 [own experts, elements], and returns
+        it, in `total` if given."""
+        own = self.host_memory.read(experts.own_gradient())
+        total = experts.empty_sum() if total is None else total
         if engine is not None:
             engine.reduce_gradients(index, _span(own), _span(total))
         else:
@@ -586,7 +595,7 @@ class ExpertMigration(Shared):
         state = b"" if engine is None else engine.save()
         return {
             "rank": self.rank,
-            "copies": None if self._copies is None else self._copies.state(),
+            "copies": None if self._over_groups is None else self._over_groups.state(),
             "stage": self._stage,
             "step": self._step,
             # torch.load(weights_only=True) accepts tensors. `frombuffer` refuses an empty buffer.
@@ -617,8 +626,8 @@ class ExpertMigration(Shared):
         finally:
             self._saved = None
         self._dense.load(state["dense"])
-        if self._copies is not None:
-            self._copies.load(state.get("copies"))
+        if self._over_groups is not None:
+            self._over_groups.load(state.get("copies"))
         self._step = state["step"]
 
     # ---- the end
@@ -633,7 +642,7 @@ class ExpertMigration(Shared):
             gradients over them, `copies_link_sent` and so on. Seconds: `encoding` and `decoding` of
             experts, and the waits for peers, `gather_waits` and `reduce_waits`.
         """
-        copies = {} if self._copies is None else self._copies.stats()
+        copies = {} if self._over_groups is None else self._over_groups.stats()
         return {**self._dense.stats(), **copies, **({} if self._engine is None else self._engine.stats())}
 
     def close(self) -> None:
@@ -649,8 +658,8 @@ class ExpertMigration(Shared):
             return  # a forked child does not leave for its parent
         self._closed = True
         self._dense.close(at_once=at_once)
-        if self._copies is not None:
-            self._copies.close(at_once=at_once)
+        if self._over_groups is not None:
+            self._over_groups.close(at_once=at_once)
         if self._engine is not None:
             self._engine.close(at_once)
         if self._carrier is not None:
