@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,11 +14,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from exact_engine import ExactEngine
-from hybrid_ep import Buffer, CallerError, MoELayer
+from hybrid_ep import Buffer, CallerError, MoELayer, PeerError
 from hybrid_ep.experts import expert_parameters
 from hybrid_ep.migration import ExpertDomains, ExpertMigration, HybridMoELayer
 from hybrid_ep.moe import parameter_groups, reduce_gradients
-from process_worlds import Rank
+from process_worlds import Rank, world_of_processes
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOPK, TOKENS = 16, 24, 8, 2, 20
 TWO = ExpertDomains.uniform(ranks=4, datacenters=2)
@@ -92,6 +94,26 @@ def train_hybrid(migration: ExpertMigration, model: nn.Module, steps: range, opt
         migration.publish()
         losses.add(loss)
     return losses
+
+
+def lose_rank_3(here: Rank, make: Callable[[], ExpertMigration]) -> PeerError:
+    """Trains until rank 3 is killed. Returns the error of this rank, which names it."""
+    with pytest.raises(PeerError) as caught, make() as migration:
+        model = hybrid(migration)
+        optimizer = adam(model)
+        train_hybrid(migration, model, range(2), optimizer)
+        if here.rank == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        train_hybrid(migration, model, range(2, 100), optimizer)
+    assert caught.value.peer == 3 and "rank 3" in str(caught.value), caught.value
+    return caught.value
+
+
+def run_and_lose_rank_3(function: Callable[..., Any], *arguments: Any) -> None:
+    """Runs a function that calls `lose_rank_3` on four processes."""
+    with pytest.raises(AssertionError) as caught:
+        world_of_processes(4, "cpu").run(function, *arguments, seconds=60)
+    assert str(caught.value).strip() == "rank 3: died"
 
 
 def train_plain(here: Rank, steps: range, plan: ExpertDomains | None = None) -> list[float]:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Iterator
 
 import pytest
 
 from hybrid_ep import CallerError, PeerError, SetupError
 from hybrid_ep.migration import ExpertDomains, ExpertMigration
-from migration_world import EXPERTS, TWO, adam, hybrid, train_hybrid
+from migration_world import EXPERTS, TWO, adam, hybrid, lose_rank_3, run_and_lose_rank_3, train_hybrid
 from process_worlds import Rank, World, has_libfabric, world_of_processes
 
 ALL = ExpertDomains.uniform(ranks=4, datacenters=4)
@@ -66,24 +64,11 @@ def test_ranks_with_different_carriers_are_refused(world: World) -> None:
 
 
 def _lose_a_rank(here: Rank) -> None:
-    with (
-        pytest.raises(PeerError) as caught,
-        ExpertMigration(TWO, num_experts=EXPERTS, carrier="loopback") as migration,
-    ):
-        model = hybrid(migration)
-        optimizer = adam(model)
-        train_hybrid(migration, model, range(2), optimizer)
-        if here.rank == 3:
-            os.kill(os.getpid(), signal.SIGKILL)
-        train_hybrid(migration, model, range(2, 100), optimizer)
-    assert caught.value.peer == 3 and "rank 3" in str(caught.value), caught.value
+    error = lose_rank_3(here, lambda: ExpertMigration(TWO, num_experts=EXPERTS, carrier="loopback"))
     # Rank 1 is in the expert domain of the lost rank.
     if here.rank == 1:
-        assert caught.value.fault == "died", caught.value
+        assert error.fault == "died", error
 
 
 def test_a_lost_rank_is_named_and_ends_all_ranks() -> None:
-    world = world_of_processes(4, "cpu")
-    with pytest.raises(AssertionError) as caught:
-        world.run(_lose_a_rank, seconds=60)
-    assert str(caught.value).strip() == "rank 3: died"
+    run_and_lose_rank_3(_lose_a_rank)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import signal
+import io
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,11 +10,21 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybrid_ep import PeerError
 from hybrid_ep.experts import expert_parameters, local_part
 from hybrid_ep.migration import ExpertDomains, ExpertMigration
 from hybrid_ep.moe import clip_gradients
-from migration_world import EXPERTS, adam, hybrid, loss_of, refused, tokens_of, train_hybrid, train_plain
+from migration_world import (
+    EXPERTS,
+    adam,
+    hybrid,
+    lose_rank_3,
+    loss_of,
+    refused,
+    run_and_lose_rank_3,
+    tokens_of,
+    train_hybrid,
+    train_plain,
+)
 from process_worlds import Rank, World, world_of_processes
 
 # Two datacenters of two ranks. Each EP group has a rank in both, which gather each other's experts.
@@ -111,8 +120,6 @@ def _resume(here: Rank, plan: ExpertDomains) -> None:
 
 
 def _stored(state: dict[str, Any]) -> Any:
-    import io
-
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
@@ -165,22 +172,9 @@ def test_mistakes_are_refused(world: World) -> None:
 
 def _lose_a_rank(here: Rank, plan: ExpertDomains) -> None:
     groups = process_groups(plan)
-    with (
-        pytest.raises(PeerError) as caught,
-        ExpertMigration(plan, num_experts=EXPERTS, ep_group=groups["ep_group"]) as migration,
-    ):
-        model = hybrid(migration)
-        optimizer = adam(model)
-        train_hybrid(migration, model, range(2), optimizer)
-        if here.rank == 3:
-            os.kill(os.getpid(), signal.SIGKILL)
-        train_hybrid(migration, model, range(2, 100), optimizer)
-    assert caught.value.peer == 3 and "rank 3" in str(caught.value), caught.value
+    lose_rank_3(here, lambda: ExpertMigration(plan, num_experts=EXPERTS, ep_group=groups["ep_group"]))
 
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_lost_rank_is_named_in_every_ep_group(plan: ExpertDomains) -> None:
-    world = world_of_processes(4, "cpu")
-    with pytest.raises(AssertionError) as caught:
-        world.run(_lose_a_rank, plan, seconds=60)
-    assert str(caught.value).strip() == "rank 3: died"
+    run_and_lose_rank_3(_lose_a_rank, plan)

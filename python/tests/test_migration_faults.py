@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import time
 from collections.abc import Iterator
 from unittest import mock
@@ -15,7 +14,7 @@ import torch.distributed as dist
 from hybrid_ep import CallerError, PeerError
 from hybrid_ep.migration import ExpertMigration
 from hybrid_ep.migration.job_ranks import JobRanks
-from migration_world import EXPERTS, TWO, adam, hybrid, refused, train_hybrid
+from migration_world import EXPERTS, TWO, lose_rank_3, refused, run_and_lose_rank_3
 from process_worlds import Rank, world_of_processes
 
 
@@ -41,24 +40,14 @@ def test_a_rank_that_makes_no_migration_is_named() -> None:
 
 
 def _lose_a_rank(here: Rank) -> None:
-    with pytest.raises(PeerError) as caught, ExpertMigration(TWO, num_experts=EXPERTS) as migration:
-        model = hybrid(migration)
-        optimizer = adam(model)
-        train_hybrid(migration, model, range(2), optimizer)
-        if here.rank == 3:
-            os.kill(os.getpid(), signal.SIGKILL)
-        train_hybrid(migration, model, range(2, 100), optimizer)
     # Rank 2 is in the lost rank's dispatch group, whose buffer counts ranks from 0; rank 1 is in its expert domain.
-    assert caught.value.peer == 3 and "rank 3" in str(caught.value), caught.value
+    error = lose_rank_3(here, lambda: ExpertMigration(TWO, num_experts=EXPERTS))
     if here.rank == 1:
-        assert caught.value.fault == "died", caught.value
+        assert error.fault == "died", error
 
 
 def test_a_lost_rank_is_named_and_ends_all_ranks() -> None:
-    world = world_of_processes(4, "cpu")
-    with pytest.raises(AssertionError) as caught:
-        world.run(_lose_a_rank, seconds=60)
-    assert str(caught.value).strip() == "rank 3: died"
+    run_and_lose_rank_3(_lose_a_rank)
 
 
 class _Refuses:

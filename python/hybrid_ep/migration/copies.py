@@ -105,14 +105,6 @@ class CopiesOfExperts:
         self._native.add_plan([(elements, True) for elements in buckets], state)
         self._layers, self._saved = layers, None
 
-    def check(self) -> None:
-        """Raises the error of the sums, if they have one."""
-        self._native.check()
-
-    def blame(self, rank: int, fault: str) -> None:
-        """Tells the other ranks that `rank` is at fault."""
-        self._native.blame(rank, fault)
-
     def state(self) -> dict[str, Any] | None:
         """Returns the state of the codec; None before the first sum."""
         if self._layers is None:
