@@ -410,6 +410,21 @@ mod tests {
     }
 
     #[test]
+    fn a_damaged_ring_is_reported_once_and_hides_no_other_peer() {
+        let ends = rail(3, 2);
+        let (ring, _) = ends[0].ring(&ends[0].endpoints[0].window, 1);
+        ring.head.0.store(3, Relaxed);
+        assert_eq!(ends[2].put(Put::new(Rank(0), word(9))).unwrap(), Posted::Yes);
+        let mut seen = Vec::new();
+        let Err(Error::Peer(error)) = ends[0].poll(&mut |rank, signal| seen.push((rank, signal.word())))
+        else {
+            panic!("the ring of rank 1 is damaged")
+        };
+        assert_eq!((error.peer, &*seen), (Rank(1), &[(Rank(2), 9)][..]));
+        assert_eq!(signals(&ends[0]), []);
+    }
+
+    #[test]
     fn counters_in_shared_memory_are_not_read_back() {
         let [a, b] = pair(2);
         let signal = |signal| Put::new(Rank(1), word(signal));
