@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use ep::{Config, Rail, Rank, Result, World};
+use ep::{Config, Rail, Rank, Result, Transport, World};
 use ep_rail::{RankPlace, Segment, Streams, WindowLayout, open_streams};
 
 use crate::carrier::RailCarrier;
@@ -29,14 +29,26 @@ impl RailCarrier {
         }
         let blobs: Vec<Vec<u8>> = opened.iter().map(|engine| engine.blob()).collect();
         let mut carriers = Vec::new();
-        for (own, (engine, ends)) in opened.into_iter().zip(ThreadEnds::of(names.len())).enumerate() {
-            let (transport, ends): (_, Arc<dyn Ends>) = (engine.connect(&blobs)?, Arc::new(ends));
-            let engine = transport.name().to_string();
-            let window = Arc::clone(&windows[own]);
-            let streams = Streams::new(&rail(names.len(), own)?, window, &config.host, transport)?;
-            carriers.push(Self::start(names, own, streams, engine, ends)?);
+        let ends = ThreadEnds::of(names.len());
+        for (own, ((engine, window), ends)) in opened.into_iter().zip(windows).zip(ends).enumerate() {
+            let transport = engine.connect(&blobs)?;
+            carriers.push(Self::over(names, own, window, config, transport, Arc::new(ends))?);
         }
         Ok(carriers)
+    }
+
+    /// The carrier of the rank at position `own` over a connected engine.
+    fn over(
+        names: &[Rank],
+        own: usize,
+        window: Arc<Segment>,
+        config: &Config,
+        transport: Box<dyn Transport>,
+        ends: Arc<dyn Ends>,
+    ) -> Result<Self> {
+        let engine = transport.name().to_string();
+        let streams = Streams::new(&rail(names.len(), own)?, window, &config.host, transport)?;
+        Self::start(names, own, streams, engine, ends)
     }
 }
 
@@ -59,7 +71,7 @@ mod processes {
 
     use ep::join::{Introduction, Joining, LinkEvent, Links, Met, Rendezvous};
     use ep::{EnvironmentError, HostConfig, PeerError, PeerFault};
-    use ep_rail::{connect_rail, needs_blobs};
+    use ep_rail::needs_blobs;
 
     use super::*;
     use crate::links::LinkEnds;
@@ -113,11 +125,10 @@ mod processes {
                 true => joining.all_gather(&opened.blob())?,
                 false => vec![Vec::new(); world.ranks()],
             };
-            let transport = connect_rail(world, own, opened, &blobs)?;
-            let engine = transport.name().to_string();
-            let streams = Streams::new(&rail(world.ranks(), own.index())?, window, &config.host, transport)?;
+            // All ranks are on one rail.
+            let transport = opened.connect(&blobs)?;
             let ends = Arc::new(LinkEnds::watch(own.index(), links.links)?);
-            let carrier = Self::start(names, own.index(), streams, engine, ends)?;
+            let carrier = Self::over(names, own.index(), window, config, transport, ends)?;
             // Barrier: no rank may leave before all others have connected.
             joining.all_gather(&[])?;
             Ok(carrier)

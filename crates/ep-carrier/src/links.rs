@@ -70,7 +70,7 @@ impl LinkEnds {
         let (mut outward, mut inward) = (Vec::new(), Vec::new());
         let ranks = links.len() + 1;
         for (rank, link) in links {
-            let (is_remote, process) = (link.is_remote(), process_of(&link));
+            let (is_remote, process) = (link.is_remote(), link.process_handle());
             let (sender, receiver) = link.split();
             outward.push(Mutex::new(match is_remote {
                 true => Outward::Elsewhere(SnapshotLink::new(sender)),
@@ -200,11 +200,4 @@ fn look(peer: &mut Inward, link: &Mutex<Outward>) -> Option<CarrierError> {
     let mut fds = [PollFd::new(process, PollFlags::IN)];
     let polled = poll(&mut fds, Some(&Timespec { tv_sec: 0, tv_nsec: 0 })).is_ok();
     (polled && fds[0].revents().contains(PollFlags::IN)).then_some(CarrierError::Closed)
-}
-
-/// A pidfd of the process at the other end.
-fn process_of(link: &Link) -> Option<OwnedFd> {
-    use rustix::process::{Pid, PidfdFlags, pidfd_open};
-    let process = Pid::from_raw(i32::try_from(link.process()?).ok()?)?;
-    pidfd_open(process, PidfdFlags::empty()).ok()
 }

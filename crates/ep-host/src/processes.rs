@@ -20,7 +20,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use ep::join::{Link, LinkEvent, LinkReceiver, LinkSender, Links, SnapshotLink};
+use ep::join::{LinkEvent, LinkReceiver, LinkSender, Links, SnapshotLink};
 use ep::{EnvironmentError, PeerError, PeerFault, Rank, Result};
 use ep_rail::Segment;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -53,7 +53,8 @@ struct Peers {
 struct Peer {
     rank: Rank,
     outward: Outward,
-    /// A pidfd, readable when the process has ended; `None` for a process in another PID namespace or on another machine.
+    /// [`Link::process_handle`](ep::join::Link::process_handle). The death of a process without one is detected by its link alone,
+    /// and not while a forked child of it keeps the link open.
     process: Option<OwnedFd>,
 }
 
@@ -123,7 +124,7 @@ impl Processes {
         let shared = Arc::new(Shared { lost, ..Shared::default() });
         let (mut peers, mut receivers) = (Vec::new(), Vec::new());
         for (rank, link) in std::mem::take(&mut job.links) {
-            let (is_remote, process) = (link.is_remote(), process_handle(&link));
+            let (is_remote, process) = (link.is_remote(), link.process_handle());
             let (sender, receiver) = link.split();
             let (outward, remote) = if is_remote {
                 let link = Arc::new(Mutex::new(SnapshotLink::new(sender)));
@@ -305,14 +306,6 @@ impl Processes {
 
 fn lock<T>(sender: &Mutex<T>) -> MutexGuard<'_, T> {
     sender.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// A pidfd of the process at the other end; `None` for a process in another PID namespace. The death of such a process
-/// is detected by its link alone, and not while a forked child of it keeps the link open.
-fn process_handle(link: &Link) -> Option<OwnedFd> {
-    use rustix::process::{Pid, PidfdFlags, pidfd_open};
-    let process = Pid::from_raw(i32::try_from(link.process()?).ok()?)?;
-    pidfd_open(process, PidfdFlags::empty()).ok()
 }
 
 /// The receiver thread: handles the messages of the peers until `stopped` closes. Then it waits until the ranks of other

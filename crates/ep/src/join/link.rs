@@ -60,6 +60,14 @@ impl Link {
         self.receiver.wait(timeout)
     }
 
+    /// A descriptor of the process at the other end (pidfd), readable when the process has ended. `None` where
+    /// [`process`](Self::process) is.
+    pub fn process_handle(&self) -> Option<OwnedFd> {
+        use rustix::process::{Pid, PidfdFlags, pidfd_open};
+        let process = Pid::from_raw(i32::try_from(self.process?).ok()?)?;
+        pidfd_open(process, PidfdFlags::empty()).ok()
+    }
+
     /// Splits the link into its sending and its receiving direction, for use by different threads. Both share one
     /// descriptor, which closes when both are dropped.
     pub fn split(self) -> (LinkSender, LinkReceiver) {
