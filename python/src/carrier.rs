@@ -51,12 +51,6 @@ impl RailCarrier {
         signals.settle(joined.map(|carrier| Self { of: Arc::new(carrier) }))
     }
 
-    /// The engine's name.
-    #[getter]
-    fn engine(&self) -> &str {
-        self.of.engine()
-    }
-
     /// Ends the carrier and its threads.
     fn close(&self, py: Python<'_>) {
         py.detach(|| self.of.close());

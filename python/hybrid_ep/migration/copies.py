@@ -13,10 +13,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from .. import _native
 from ..errors import CallerError
 from .carrier import Carrier
-from .dense import BUCKET_BYTES
+from .dense import BUCKET_BYTES, start_reduction
 
 __all__ = ["CopiesOfExperts"]
 
@@ -52,19 +51,8 @@ class CopiesOfExperts:
     ) -> None:
         self._carrier = carrier
         located = [[rank for rank in site if rank in ranks] for site in datacenters]
-        settings: _native.DenseSettings = {
-            "rank": rank,
-            "datacenters": [site for site in located if site],
-            "codec": codec,
-            "regular_elements": _BUCKET,
-            "timeout": timeout,
-            "run": run,
-        }
-        try:
-            self._native = _native.DenseReduction(settings, carrier)
-        except BaseException:
-            carrier.close()
-            raise
+        sites = [site for site in located if site]
+        self._native = start_reduction(rank, carrier, sites, codec, _BUCKET, timeout, run)
         # The elements of each layer. None before the first sum.
         self._layers: list[int] | None = None
         self._saved: dict[str, Any] | None = None

@@ -37,6 +37,41 @@ SECOND_PASS = (
 _NEWS = 0.5
 
 
+def start_reduction(
+    rank: int,
+    carrier: Carrier,
+    datacenters: Sequence[Sequence[int]],
+    codec: str,
+    regular_elements: int,
+    timeout: float,
+    run: int,
+) -> _native.DenseReduction:
+    """Starts the native part of a reduction; closes the carrier if that fails.
+
+    Args:
+        rank: As for `DenseGradients`.
+        carrier: As for `DenseGradients`.
+        datacenters: As for `DenseGradients`.
+        codec: As for `DenseGradients`.
+        regular_elements: The most elements of a bucket whose receives are posted ahead.
+        timeout: As for `DenseGradients`.
+        run: As for `DenseGradients`.
+    """
+    settings: _native.DenseSettings = {
+        "rank": rank,
+        "datacenters": [[*ranks] for ranks in datacenters],
+        "codec": codec,
+        "regular_elements": regular_elements,
+        "timeout": timeout,
+        "run": run,
+    }
+    try:
+        return _native.DenseReduction(settings, carrier)
+    except BaseException:
+        carrier.close()
+        raise
+
+
 class DenseGradients:
     """A rank's part in the reduction of dense gradients.
 
@@ -61,20 +96,8 @@ class DenseGradients:
         run: int,
     ) -> None:
         self._carrier = carrier
-        settings: _native.DenseSettings = {
-            "rank": rank,
-            "datacenters": [[*ranks] for ranks in datacenters],
-            "codec": codec,
-            # The narrower type has more elements in a bucket.
-            "regular_elements": BUCKET_BYTES // 2,
-            "timeout": timeout,
-            "run": run,
-        }
-        try:
-            self._native = _native.DenseReduction(settings, self._carrier)
-        except BaseException:
-            self._carrier.close()
-            raise
+        # The narrower type has more elements in a bucket.
+        self._native = start_reduction(rank, carrier, datacenters, codec, BUCKET_BYTES // 2, timeout, run)
         self._plans: list[Plan] = []
         # States of plans that no call has needed yet.
         self._saved: list[dict[str, Any]] = []

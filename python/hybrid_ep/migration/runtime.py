@@ -430,7 +430,7 @@ class ExpertMigration(Shared):
             plan = self._dense.begin_all(parameters, self._last_step)
             if self._over_groups is None:
                 for index, experts in backward:
-                    experts.finish_gradients(self._total(engine, index, experts))
+                    experts.finish_gradients(self._total(engine, index, experts, experts.empty_sum()))
             else:
                 # The sum of a layer leaves for the other EP groups while the next layers wait for their domain.
                 totals = [experts.empty_sum() for _, experts in backward]
@@ -449,11 +449,9 @@ class ExpertMigration(Shared):
         self._dense.watch(plan, _dense_hook(self))
         self._reduced = True
 
-    def _total(self, engine: Engine | None, index: int, experts: HybridExperts, total: Tensor | None = None) -> Tensor:
-        """Waits for the sum of a layer's gradients over the expert domain, float32 [own experts, elements], and returns
-        it, in `total` if given."""
+    def _total(self, engine: Engine | None, index: int, experts: HybridExperts, total: Tensor) -> Tensor:
+        """Waits for the sum of a layer's gradients over the expert domain. Returns `total`, which has it."""
         own = self.host_memory.read(experts.own_gradient())
-        total = experts.empty_sum() if total is None else total
         if engine is not None:
             engine.reduce_gradients(index, _span(own), _span(total))
         else:
@@ -468,7 +466,9 @@ class ExpertMigration(Shared):
         dense = {id(parameter) for parameter in parameters}
         named = {name: parameter for name, parameter in module.named_parameters() if id(parameter) in dense}
         facts = facts_of(module, {id(parameter) for parameter in expert_parameters(module)}, dense=True)
-        experts_of = [local_part(parameter) for parameter in expert_parameters(module)]
+        # One EP group has every expert once.
+        several = len(self.plan.ep_groups) > 1
+        experts_of = [local_part(parameter) for parameter in expert_parameters(module)] if several else []
         own = [
             digest_of(facts),
             sums_of_bits(experts_of).tolist() if experts_of else [],
