@@ -23,6 +23,7 @@ from ._sharing import Shared, find_buffer
 from .errors import CallerError
 from .rendezvous import Meeting
 from .results import Traffic
+from .work import is_capturing
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -79,7 +80,7 @@ class Joined(Shared):
             bounds = (timeout, stall_timeout, workers, sms, max_tokens, max_hidden)
             settings = settings_of(device_of(device), num_experts, domains, *bounds)
             native = _native.Buffer.launched(settings) if meeting is None else _joined(meeting, settings)
-        self._adopt(native, group)
+        self._adopt(native, group, settings)
 
     @classmethod
     def _of_meeting(
@@ -155,9 +156,16 @@ class Joined(Shared):
             buffers.append(buffer)
         return buffers
 
-    def _adopt(self, native: _native.Buffer, group: dist.ProcessGroup | None = None) -> None:
+    def _adopt(
+        self,
+        native: _native.Buffer,
+        group: dist.ProcessGroup | None = None,
+        settings: _native.Settings | None = None,
+    ) -> None:
+        """Takes the native buffer. `settings`: those with which its ranks can join again, if they can."""
         self._end = ops.End(native)
         self._group = group
+        self._settings = settings
         self._mesh: DeviceMesh | None = None
         self._number = self._end.number
         self._num_experts = self._end.experts
@@ -241,6 +249,60 @@ class Joined(Shared):
             PeerError: A rank died, left, failed, stalled or is late.
         """
         self._end.native.check_peers(waited_for, waited, has_failed)
+
+    @property
+    def _is_bounded(self) -> bool:
+        """Whether the memory between domains bounds the calls."""
+        return self.backend == "cuda" and self.domains > 1
+
+    def reserve(self, *, max_tokens: int | None = None, max_hidden: int | None = None) -> None:
+        """Makes room for larger calls between the NVLink domains of GPUs. Collective.
+
+        In one domain, and on the CPU, calls have no maximum, and this method has no effect. The same is true if there
+        is room already. Otherwise the ranks join again, which takes as long as making a buffer; until then the memory
+        between domains exists twice. Everything that holds the buffer, such as a layer, may go on using it. Handles
+        from before no longer fit, and CUDA graphs must be captured again to use the new room.
+
+        Args:
+            max_tokens: The number of tokens of a rank in a call. Ranks may give different numbers: the largest applies.
+            max_hidden: The number of elements of a bfloat16 row. Give the same number on all ranks.
+
+        Raises:
+            CallerError: An argument is out of range, a CUDA graph is being captured, or the buffer was made by
+                `Buffer.threads` or by a migration.
+            SetupError: There is too little memory. The buffer is then as it was, like after a `PeerError`.
+            PeerError: A rank did not call the method in time.
+        """
+        for name, value in (("max_tokens", max_tokens), ("max_hidden", max_hidden)):
+            if value is not None:
+                ops.check_count(name, value)
+        if not self._is_bounded:
+            return
+        if self._settings is None:
+            raise CallerError(
+                "reserve: only the ranks of a process group, or of a launcher's environment, can join again; give "
+                "max_tokens and max_hidden when the buffers are made"
+            )
+        if self.device.type == "cuda" and is_capturing(self.device):
+            raise CallerError("reserve: a CUDA graph is being captured, and the ranks must meet: call it before")
+        self.synchronize()
+        settings = self._settings.copy()
+        settings["max_tokens"] = max(max_tokens or 0, settings["max_tokens"] or 0) or None
+        settings["max_hidden"] = max(max_hidden or 0, settings["max_hidden"] or 0) or None
+        if self._group is None:
+            native = _native.Buffer.launched(settings)
+        else:
+            meeting = Meeting.of(self._group, "call of reserve")
+            with meeting.reported():
+                meeting.timeout = _native.timeout_of(settings)
+                has_room = self._end.native.has_room(settings)
+                if all(one == b"room" for one in meeting.all_gather(b"room" if has_room else b"none")):
+                    meeting.end()
+                    return
+                native = _joined(meeting, settings)
+        # All ranks have joined, so none waits for the old buffer any more.
+        old, self._end.native, self._settings = self._end.native, native, settings
+        old.close()
 
     def synchronize(self) -> None:
         """Waits until all operators called so far are complete.

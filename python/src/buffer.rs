@@ -309,6 +309,17 @@ impl Buffer {
         self.run(py, |end| Ok(with_end!(end, end => end.registered_bytes())))
     }
 
+    /// Whether calls as large as the settings allow fit into the memory between NVLink domains.
+    fn has_room(&self, py: Python<'_>, settings: Settings) -> Result<bool, Failure> {
+        let config = settings.config()?;
+        self.run(py, |end| {
+            Ok(match end {
+                Either::Host(_) => true,
+                Either::Cuda(end) => end.has_rail_room(&config),
+            })
+        })
+    }
+
     /// Preprocesses a routing: `form` 0 = i32 top-k, 1 = i64 top-k, 2 = map. Returns the handle's capsule and the
     /// number of rows of dispatch outputs.
     #[expect(

@@ -398,6 +398,14 @@ def test_several_domains_equal_those_of_the_cpu(domains: int, monkeypatch: pytes
             assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True)), rank
 
 
+def test_ranks_that_are_threads_cannot_join_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    buffers = _several_domains("cuda", 2, monkeypatch)
+    with pytest.raises(CallerError, match=r"max_tokens and max_hidden when the buffers are made"):
+        buffers[0].reserve(max_tokens=65)
+    (alone,) = Buffer.threads(1, num_experts=4, device="cuda")
+    alone.reserve(max_tokens=1 << 30)
+
+
 def test_processes_need_an_engine_for_several_domains() -> None:
     def work(buffer: Buffer) -> None:
         raise AssertionError("there must be no buffer")

@@ -133,6 +133,80 @@ def test_groups_and_subgroups(kind: str, tmp_path: Path) -> None:
     no_errors(processes(3, _groups, store))
 
 
+class _Full:
+    """A native buffer without room for any call. Delegates everything else to the buffer."""
+
+    def __init__(self, native: Any) -> None:
+        self._native = native
+
+    def has_room(self, settings: Any) -> bool:
+        return False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._native, name)
+
+
+class _Bounded(Buffer):
+    """A buffer on the CPU whose calls are bounded like those of GPUs in several domains."""
+
+    _is_bounded = True
+
+
+def _reserve_on_the_cpu(rank: int, ranks: int, store: str) -> None:
+    meet(rank, ranks, store)
+    with _Bounded(num_experts=4, device="cpu", domains=2, timeout=20, max_tokens=7) as buffer:
+        check_round(buffer, 1)
+        first = buffer._end.native
+        buffer.reserve(max_tokens=9)
+        assert buffer._end.native is first, "there is room"
+        if rank == 1:
+            buffer._end.native = _Full(first)  # type: ignore[assignment]
+        handle = buffer.preprocess(torch.zeros(1, 1, dtype=torch.int64))
+        buffer.reserve(max_tokens=8)
+        assert buffer._settings is not None and buffer._settings["max_tokens"] == 8
+        assert buffer._end.native not in (first, None) and not isinstance(buffer._end.native, _Full)
+        with pytest.raises(CallerError, match="handle"):
+            buffer.dispatch(torch.zeros(1, 16), handle=handle)
+        check_round(buffer, 2)
+        with pytest.raises(CallerError, match="max_tokens"):
+            buffer.reserve(max_tokens=0)
+        check_round(buffer, 3)
+
+
+def test_ranks_join_again_if_one_lacks_room() -> None:
+    no_errors(processes(2, _reserve_on_the_cpu, f"tcp://127.0.0.1:{free_port()}"))
+
+
+def _reserve_on_gpus(rank: int, ranks: int, store: str) -> None:
+    os.environ.update(HYBRID_EP_TRANSPORT="tcp", HYBRID_EP_CUDA_LANE_BYTES="65536", HYBRID_EP_CUDA_RAIL_TOKENS="64")
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    meet(rank, ranks, store)
+
+    def call(buffer: Buffer, tokens: int) -> None:
+        x = torch.full((tokens, 512), rank + 1, dtype=torch.bfloat16, device=buffer.device)
+        topk_idx = (torch.arange(2 * tokens, device=buffer.device) % 4).view(tokens, 2)
+        got = buffer.dispatch_with_permute(x, topk_idx, torch.ones(tokens, 2, device=buffer.device))
+        assert torch.equal(buffer.combine_with_unpermute(got.tokens, got.handle).tokens, 2 * x)
+
+    with Buffer(num_experts=4, domains=2, timeout=20) as buffer:
+        call(buffer, 64)
+        native = buffer._end.native
+        buffer.reserve(max_tokens=64, max_hidden=256)
+        assert buffer._end.native is native, "there is room"
+        with pytest.raises(CallerError, match=r"65 tokens.*Buffer\.reserve"):
+            call(buffer, 65)
+        # The largest number of all ranks applies.
+        buffer.reserve(max_tokens=[1000, 65][rank], max_hidden=512)
+        call(buffer, [1000, 700][rank])
+        with pytest.raises(CallerError, match="1001 tokens"):
+            call(buffer, 1001)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2 or not has_libfabric(), reason="needs two GPUs, and libfabric")
+def test_reserve_makes_room_between_domains_of_gpus() -> None:
+    no_errors(processes(2, _reserve_on_gpus, f"tcp://127.0.0.1:{free_port()}"))
+
+
 def _machines(rank: int, ranks: int, store: str, device: str) -> Any:
     os.environ.update(HYBRID_EP_MACHINE=f"node-{rank // 2}", HYBRID_EP_TRANSPORT="tcp")
     os.environ.update(HYBRID_EP_CUDA_LANE_BYTES="1048576", HYBRID_EP_CUDA_RAIL_TOKENS="1024")

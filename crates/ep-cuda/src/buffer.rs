@@ -24,7 +24,7 @@ use crate::params::{
     SHAPE_ROWS, SHAPE_WANTED, ScaleCode,
 };
 use crate::peers::Peers;
-use crate::rails::{RankRails, blocks_of_copies};
+use crate::rails::{RailSettings, RankRails, blocks_of_copies};
 use crate::reaper::Grace;
 use crate::routing::{Lists, check_report, fill_report};
 use crate::shared::{count_columns, shape_words};
@@ -291,6 +291,12 @@ impl CudaBuffer {
     /// The number of SMs that dispatch and combine use.
     pub fn sms(&self) -> u32 {
         self.blocks
+    }
+
+    /// Whether a call that fits the bounds of `config` between NVLink domains fits this buffer. In one domain, calls have no
+    /// such bounds.
+    pub fn has_rail_room(&self, config: &Config) -> bool {
+        self.rails.as_ref().is_none_or(|rails| rails.bounds.include(RailSettings::of(config)))
     }
 
     pub(crate) fn kernel(&self, key: KernelKey) -> Result<Arc<Kernel>> {

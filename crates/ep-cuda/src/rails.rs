@@ -123,6 +123,13 @@ impl Bounds {
         self.domains
     }
 
+    /// Whether these bounds are at least those of `settings`.
+    pub(crate) fn include(&self, settings: RailSettings) -> bool {
+        let RailSettings { tokens, choices, lane_bytes } = settings;
+        let copies = tokens.saturating_mul(choices);
+        tokens <= self.tokens && copies <= self.copies && lane_bytes <= self.lane_bytes
+    }
+
     fn chunk_rows(&self) -> usize {
         self.tokens.div_ceil(MAX_CHUNKS).max(FEWEST_CHUNK_ROWS)
     }
@@ -157,7 +164,8 @@ impl Bounds {
             return Ok(());
         }
         let problem = format!(
-            "this rank has {tokens} tokens; raise it on any rank (in Python: `max_tokens`), or use fewer tokens"
+            "this rank has {tokens} tokens; raise it on any rank (in Python: `Buffer(max_tokens=...)`, or \
+             `Buffer.reserve`), or use fewer tokens"
         );
         let (key, value) = ("HYBRID_EP_CUDA_RAIL_TOKENS", self.tokens.to_string());
         Err(CallerError::Config { key, value, problem }.into())
@@ -177,8 +185,8 @@ impl Bounds {
             return Ok(());
         }
         let problem = format!(
-            "{rows} rows of {row_bytes} bytes may need {needed} bytes; raise it on any rank (in Python: `max_hidden`), or send fewer \
-             or shorter rows"
+            "{rows} rows of {row_bytes} bytes may need {needed} bytes; raise it on any rank (in Python: \
+             `Buffer(max_hidden=...)`, or `Buffer.reserve`), or send fewer or shorter rows"
         );
         let (key, value) = ("HYBRID_EP_CUDA_LANE_BYTES", self.lane_bytes.to_string());
         Err(CallerError::Config { key, value, problem }.into())
@@ -508,6 +516,23 @@ mod tests {
         assert_eq!(largest, of(64, 9, 8192));
         assert_eq!(RailSettings::of(&largest.applied_to(&Config::default())), largest);
         assert!(largest.is_valid() && !of(0, 8, 8192).is_valid());
+    }
+
+    #[test]
+    fn bounds_include_settings_that_are_no_larger() {
+        let world = World::builder().ranks(4).domains(2).experts(8).build().unwrap();
+        let of = |tokens, choices, lane_bytes| RailSettings { tokens, choices, lane_bytes };
+        let config = of(64, 8, 8192).applied_to(&Config::default());
+        let bounds = Bounds::of(&world, &config).unwrap().unwrap();
+        for (settings, fits) in [
+            (of(64, 8, 8192), true),
+            (of(32, 16, 4096), true),
+            (of(65, 7, 8192), false),
+            (of(64, 9, 8192), false),
+            (of(64, 8, 8193), false),
+        ] {
+            assert_eq!(bounds.include(settings), fits, "{settings:?}");
+        }
     }
 
     #[test]
