@@ -10,7 +10,7 @@ use crate::content::{Content, StreamCodec};
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// An error of a codec.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// The caller's arguments are wrong. Fix the call, or the weights.
@@ -19,6 +19,9 @@ pub enum Error {
     /// No encoder wrote these bytes, or they changed in transit. Send them again.
     #[error("corrupted bytes: {0}")]
     Corrupted(#[from] Corruption),
+    /// The place of the elements, such as a GPU, has failed.
+    #[error("{0}")]
+    Place(#[from] ep::Error),
 }
 
 /// The caller's arguments are wrong.

@@ -67,6 +67,7 @@ mod gradient;
 mod hash;
 mod int8;
 mod parallel;
+mod place;
 pub mod residual;
 mod shared;
 mod state;
@@ -80,8 +81,9 @@ mod weight_encoder;
 pub use codec::{CodecParseError, GradientCodec, WeightCodec};
 pub use content::{Content, StreamCodec};
 pub use error::{CallerError, Corruption, Error, Operand, Result};
-pub use gradient::{GradientEncoder, add_gradient};
+pub use gradient::{GradientEncoder, add_gradient, add_gradient_in};
 pub use hash::xxh64;
+pub use place::{Host, Place, in_main_memory};
 pub use shared::SharedExpert;
 #[cfg(feature = "fuzzing")]
 #[doc(hidden)]

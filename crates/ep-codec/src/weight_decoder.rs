@@ -3,17 +3,14 @@
 use ep::Element;
 
 use crate::content::{Content, StreamCodec};
-use crate::error::{CallerError, Corruption, Operand, Result};
+use crate::error::{CallerError, Corruption, Error, Operand, Result};
 use crate::int8;
-use crate::parallel::{IndexedParallelIterator, Parallel, ParallelIterator};
-use crate::residual::{self, check_element, read_onto, read_onto_shared};
+use crate::place::{Host, Place};
+use crate::residual::{check_element, read_onto, read_onto_shared};
 use crate::shared::{SharedExpert, check_length};
 use crate::state::{Owner, State};
 use crate::stream::{StreamInfo, open};
 use crate::weight::Weight;
-
-/// Bytes that one thread copies at a time.
-const PIECE: usize = 1 << 18;
 
 /// Decodes one expert's streams of weights, of any codec, into a replica in memory of the caller.
 ///
@@ -49,32 +46,61 @@ impl WeightDecoder {
         shared: Option<&SharedExpert<T>>,
         replica: &mut [T],
     ) -> Result<StreamInfo> {
+        self.decode_in(&Host, bytes, shared, replica)
+    }
+
+    /// Like [`decode`](Self::decode), for a replica at `place`.
+    ///
+    /// # Errors
+    /// Those of [`decode`](Self::decode), and [`Error::Place`](crate::Error::Place) when the place has failed: the replica is
+    /// then unspecified, and the next stream must be complete.
+    pub fn decode_in<P: Place, T: Weight>(
+        &mut self,
+        place: &P,
+        bytes: &[u8],
+        shared: Option<&SharedExpert<T>>,
+        replica: P::Mut<'_, T>,
+    ) -> Result<StreamInfo> {
+        let decoded = self.decode_into(place, bytes, shared, replica);
+        if matches!(decoded, Err(Error::Place(_))) {
+            self.held = None;
+        }
+        decoded
+    }
+
+    fn decode_into<P: Place, T: Weight>(
+        &mut self,
+        place: &P,
+        bytes: &[u8],
+        shared: Option<&SharedExpert<T>>,
+        mut replica: P::Mut<'_, T>,
+    ) -> Result<StreamInfo> {
         let (info, payload) = open(bytes)?;
         if info.content != Content::Weights {
             return Err(CallerError::Content { stream: info.content, expected: Content::Weights }.into());
         }
         check_element::<T>(info)?;
         check_length(Operand::Expert, self.elements, info.elements)?;
-        check_length(Operand::Replica, self.elements, replica.len())?;
+        check_length(Operand::Replica, self.elements, P::len_mut(&replica))?;
         match info.codec {
-            StreamCodec::Exact | StreamCodec::Mirror => {
-                let replica: &mut [u8] = bytemuck::cast_slice_mut(replica);
-                let pieces = replica.par_chunks_mut(PIECE).zip(payload.par_chunks(PIECE));
-                pieces.for_each(|(replica, payload)| replica.copy_from_slice(payload));
-            }
+            StreamCodec::Exact | StreamCodec::Mirror => place.write(payload, replica)?,
             StreamCodec::Int8 => {
                 int8::check::<T>(payload, info.elements)?;
-                int8::decode(payload, replica);
+                place.decode_int8(payload, replica)?;
             }
             StreamCodec::Shared => {
                 let shared = shared.ok_or(CallerError::NoShared)?;
                 let entries = read_onto_shared(info, payload, shared)?;
-                residual::add_onto(&entries, shared.weights(), replica);
+                place.write(
+                    bytemuck::cast_slice(shared.weights()),
+                    P::part_mut(&mut replica, 0..self.elements),
+                )?;
+                place.add_entries(&entries, replica)?;
             }
             StreamCodec::Delta => {
                 self.check_base(info)?;
-                let entries = read_onto(info, payload, replica)?;
-                residual::add(&entries, replica);
+                let entries = read_onto(place, info, payload, P::read_only(&replica))?;
+                place.add_entries(&entries, replica)?;
             }
             StreamCodec::TopK => return Err(Corruption::Sections.into()),
         }

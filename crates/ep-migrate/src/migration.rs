@@ -6,14 +6,14 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use ep::{CallerError, Operator, Result};
-use ep_codec::{SharedExpert, Weight, WeightCodec, add_gradient};
+use ep_codec::{Error, Host, Place, SharedExpert, Weight, WeightCodec, add_gradient_in, in_main_memory};
 
 use crate::carrier::Carrier;
 use crate::header::Kind;
 use crate::inbox::{Call, GRADIENTS, Message, Traffic, WEIGHTS, Window};
 use crate::owned::{Owned, Returned, refused};
 use crate::post::{Post, Resend, Setup};
-use crate::replicas::{Decoded, Replicas, SharedExperts};
+use crate::replicas::{Decoded, Replicas, SharedExperts, Undecoded};
 use crate::settings::{Domain, Settings, Shape};
 use crate::state::Saved;
 use crate::threads::{GRACE, join_within_grace};
@@ -24,15 +24,18 @@ use crate::threads::{GRACE, join_within_grace};
 /// [`gather`](Self::gather), [`send_gradients`](Self::send_gradients), [`reduce_gradients`](Self::reduce_gradients).
 /// The last two may be left out, if all ranks leave them out.
 ///
+/// Weights, replicas and gradients are at a [`Place`]: in main memory, or in the memory of a GPU.
+///
 /// After a [`Peer`](ep::Error::Peer) error every later call returns the same error. Dropping the value
 /// [closes](Self::close) it.
-pub struct Migration<T: Weight> {
+pub struct Migration<T: Weight, P: Place = Host> {
+    place: P,
     domain: Domain,
     shape: Shape,
     settings: Settings,
     post: Arc<Post>,
-    layers: Vec<Layer<T>>,
-    owned: Arc<Vec<Mutex<Publisher<T>>>>,
+    layers: Vec<Layer<T, P>>,
+    owned: Arc<Vec<Mutex<Publisher<T, P>>>>,
     /// The step after the newest step of which a layer was gathered.
     gathered: AtomicU64,
     threads: Mutex<Vec<JoinHandle<()>>>,
@@ -40,16 +43,16 @@ pub struct Migration<T: Weight> {
 }
 
 /// The encoders of this rank's experts of a layer, and the number of steps that were published.
-struct Publisher<T> {
-    owned: Owned<T>,
+struct Publisher<T: Weight, P: Place> {
+    owned: Owned<T, P>,
     published: u64,
 }
 
-struct Layer<T> {
+struct Layer<T, P: Place> {
     /// One for each peer.
     replicas: Mutex<Vec<Replicas>>,
     /// One for each peer.
-    returned: Mutex<Vec<Returned>>,
+    returned: Mutex<Vec<Returned<P>>>,
     shared: Mutex<SharedExperts<T>>,
     progress: Mutex<Progress>,
 }
@@ -85,27 +88,58 @@ pub struct Stats {
     pub reduce_waits: Duration,
 }
 
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+fn lock<V>(mutex: &Mutex<V>) -> MutexGuard<'_, V> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl<T: Weight> Migration<T> {
-    /// Starts a migration.
+    /// Starts a migration of weights in main memory.
     ///
     /// # Errors
     /// [`CallerError`] if the shape or a setting is out of range. [`EnvironmentError`](ep::EnvironmentError) if a thread
     /// cannot start.
     pub fn new(domain: Domain, shape: Shape, settings: Settings, carrier: Box<dyn Carrier>) -> Result<Self> {
-        Self::start(domain, shape, settings, carrier, None)
+        Self::new_in(Host, domain, shape, settings, carrier)
+    }
+
+    /// Like [`resume_in`](Self::resume_in), for weights in main memory.
+    ///
+    /// # Errors
+    /// Those of [`resume_in`](Self::resume_in).
+    pub fn resume(
+        domain: Domain,
+        shape: Shape,
+        settings: Settings,
+        carrier: Box<dyn Carrier>,
+        saved: &[u8],
+    ) -> Result<Self> {
+        Self::resume_in(Host, domain, shape, settings, carrier, saved)
+    }
+}
+
+impl<T: Weight, P: Place> Migration<T, P> {
+    /// Starts a migration of weights at `place`.
+    ///
+    /// # Errors
+    /// Those of [`new`](Migration::new), and that of the place, if it has failed.
+    pub fn new_in(
+        place: P,
+        domain: Domain,
+        shape: Shape,
+        settings: Settings,
+        carrier: Box<dyn Carrier>,
+    ) -> Result<Self> {
+        Self::start(place, domain, shape, settings, carrier, None)
     }
 
     /// Continues a migration whose state was [saved](Self::save). All ranks must resume together. The next call for
-    /// each layer is [`publish`](Self::publish), whose messages are then complete.
+    /// each layer is [`publish`](Self::publish), whose messages are then complete. The place may be another one.
     ///
     /// # Errors
-    /// Those of [`new`](Self::new), and [`CallerError`] if the state is damaged, or was saved by another rank or with
+    /// Those of [`new_in`](Self::new_in), and [`CallerError`] if the state is damaged, or was saved by another rank or with
     /// another domain, shape or codec.
-    pub fn resume(
+    pub fn resume_in(
+        place: P,
         domain: Domain,
         shape: Shape,
         settings: Settings,
@@ -114,10 +148,11 @@ impl<T: Weight> Migration<T> {
     ) -> Result<Self> {
         let saved = Saved::from_bytes(saved)?;
         saved.check(&domain, &shape, &settings, T::ELEMENT)?;
-        Self::start(domain, shape, settings, carrier, Some(&saved))
+        Self::start(place, domain, shape, settings, carrier, Some(&saved))
     }
 
     fn start(
+        place: P,
         domain: Domain,
         shape: Shape,
         settings: Settings,
@@ -130,11 +165,11 @@ impl<T: Weight> Migration<T> {
         let step = saved.map_or(0, |saved| saved.step);
         let (mut layers, mut owned) = (Vec::new(), Vec::new());
         for (layer, &elements) in shape.expert_elements.iter().enumerate() {
-            let mut publisher =
-                Publisher { owned: Owned::new(layer, settings.weights, experts, elements)?, published: step };
-            let mut returned: Vec<Returned> = peers
+            let encoders = Owned::new(place.clone(), layer, settings.weights, experts, elements)?;
+            let mut publisher = Publisher { owned: encoders, published: step };
+            let mut returned: Vec<Returned<P>> = peers
                 .iter()
-                .map(|_| Returned::new(layer, settings.gradients, experts, elements))
+                .map(|_| Returned::new(place.clone(), layer, settings.gradients, experts, elements))
                 .collect::<Result<_>>()?;
             let mut shared = SharedExperts::new(domain.ranks().len());
             if let Some(saved) = saved {
@@ -193,7 +228,7 @@ impl<T: Weight> Migration<T> {
         let (post, threads) = Post::start(setup, carrier, &resend)?;
         let (threads, clocks) = (Mutex::new(threads), Clocks::default());
         let gathered = AtomicU64::new(step);
-        Ok(Self { domain, shape, settings, post, layers, owned, gathered, threads, clocks })
+        Ok(Self { place, domain, shape, settings, post, layers, owned, gathered, threads, clocks })
     }
 
     /// The expert domain.
@@ -213,8 +248,8 @@ impl<T: Weight> Migration<T> {
     /// # Errors
     /// [`CallerError`] if the shape does not fit, a weight is not finite, or `2 (2 + staleness)` steps were published and none
     /// was gathered: nothing is sent then, and the step has not begun. [`PeerError`](ep::PeerError) if a peer is lost.
-    pub fn publish(&self, layer: usize, weights: &[T]) -> Result<()> {
-        self.check_length("weights of this rank's experts", layer, weights.len(), 1)?;
+    pub fn publish(&self, layer: usize, weights: P::Ref<'_, T>) -> Result<()> {
+        self.check_length("weights of this rank's experts", layer, P::len(weights), 1)?;
         let mut publisher = lock(&self.owned[layer]);
         let step = publisher.published;
         let call = Call { operator: Operator::Publish, step, layer };
@@ -237,7 +272,7 @@ impl<T: Weight> Migration<T> {
             publisher.owned.append_complete(part.weights(), &mut body)?;
             let position = self.position(self.domain.rank());
             let added = shared.add(step, position, part.weights().to_vec());
-            added.map_err(|error| refused("weights", layer, 0, &error))?;
+            added.map_err(|error| refused("weights", layer, 0, error))?;
         }
         drop(shared);
         self.clocks.encode.fetch_add(clock.elapsed().as_nanos() as u64, Relaxed);
@@ -255,12 +290,15 @@ impl<T: Weight> Migration<T> {
     }
 
     /// This rank's part of the next shared expert, in the steps in which there is one.
-    fn part(&self, layer: usize, step: u64, weights: &[T]) -> Result<Option<SharedExpert<T>>> {
+    fn part(&self, layer: usize, step: u64, weights: P::Ref<'_, T>) -> Result<Option<SharedExpert<T>>> {
         if !self.has_part(step) {
             return Ok(None);
         }
-        let experts: Vec<&[T]> = weights.chunks_exact(self.shape.expert_elements[layer]).collect();
-        SharedExpert::mean_of(&experts).map(Some).map_err(|error| refused("weights", layer, 0, &error))
+        let mean = in_main_memory(&self.place, weights, |weights| {
+            let experts: Vec<&[T]> = weights.chunks_exact(self.shape.expert_elements[layer]).collect();
+            SharedExpert::mean_of(&experts)
+        });
+        mean.flatten().map(Some).map_err(|error| refused("weights", layer, 0, error))
     }
 
     /// Makes the next messages of all layers complete: replicas then equal this rank's experts, apart from the rounding of
@@ -284,17 +322,18 @@ impl<T: Weight> Migration<T> {
     /// # Errors
     /// [`CallerError`] if the shape does not fit, or if the layer was not published.
     /// [`PeerError`](ep::PeerError) if a peer is lost, late, or sends what cannot be decoded.
-    pub fn gather(&self, layer: usize, replicas: &mut [T]) -> Result<Vec<u64>> {
+    pub fn gather(&self, layer: usize, mut replicas: P::Mut<'_, T>) -> Result<Vec<u64>> {
         let peers = self.domain.peers();
-        self.check_length("replicas", layer, replicas.len(), peers.len())?;
+        self.check_length("replicas", layer, P::len_mut(&replicas), peers.len())?;
         let call = self.call(Operator::Gather, layer)?;
         self.post.enter(call)?;
         let oldest = call.step.saturating_sub(self.settings.staleness);
         let each = self.shape.experts_per_rank * self.shape.expert_elements[layer];
         let mut all = lock(&self.layers[layer].replicas);
         loop {
-            for (peer, (held, out)) in all.iter_mut().zip(replicas.chunks_exact_mut(each)).enumerate() {
+            for (peer, held) in all.iter_mut().enumerate() {
                 while let Some(message) = self.available(call, peer, held)? {
+                    let out = P::part_mut(&mut replicas, peer * each..(peer + 1) * each);
                     self.decode(call, peer, held, message, out)?;
                     if held.held.is_some() {
                         break;
@@ -321,7 +360,8 @@ impl<T: Weight> Migration<T> {
             let next = self.post.next(call, WEIGHTS, &from);
             self.clocks.gather.fetch_add(clock.elapsed().as_nanos() as u64, Relaxed);
             let (peer, message) = next?;
-            self.decode(call, peer, &mut all[peer], message, &mut replicas[peer * each..][..each])?;
+            let out = P::part_mut(&mut replicas, peer * each..(peer + 1) * each);
+            self.decode(call, peer, &mut all[peer], message, out)?;
         }
     }
 
@@ -339,18 +379,22 @@ impl<T: Weight> Migration<T> {
         peer: usize,
         held: &mut Replicas,
         message: Message,
-        out: &mut [T],
+        out: P::Mut<'_, T>,
     ) -> Result<()> {
         let clock = Instant::now();
         let mut shared = lock(&self.layers[call.layer].shared);
         let has_part = message.header.kind == Kind::Weights && self.has_part(message.header.step);
-        let decoded = held.decode(&message, has_part, &shared, out);
+        let decoded = held.decode(&self.place, &message, has_part, &shared, out);
         self.clocks.decode.fetch_add(clock.elapsed().as_nanos() as u64, Relaxed);
         let broken = |problem: String| {
             let found = format!("weights of layer {}, step {}: {problem}", call.layer, message.header.step);
             self.post.undecodable(peer, found)
         };
-        match decoded.map_err(broken)? {
+        let decoded = decoded.map_err(|why| match why {
+            Undecoded::Message(problem) => broken(problem),
+            Undecoded::Place(error) => error,
+        });
+        match decoded? {
             Decoded::Done(part) => {
                 held.asked = false;
                 if let Some(part) = part {
@@ -377,9 +421,9 @@ impl<T: Weight> Migration<T> {
     /// # Errors
     /// [`CallerError`] if the shape does not fit, a gradient is not finite, or the gradients of this step were sent: nothing is
     /// sent then. [`PeerError`](ep::PeerError) if a peer is lost.
-    pub fn send_gradients(&self, layer: usize, gradients: &[T]) -> Result<()> {
+    pub fn send_gradients(&self, layer: usize, gradients: P::Ref<'_, T>) -> Result<()> {
         let peers = self.domain.peers().len();
-        self.check_length("gradients of replicas", layer, gradients.len(), peers)?;
+        self.check_length("gradients of replicas", layer, P::len(gradients), peers)?;
         let call = self.call(Operator::Reduce, layer)?;
         self.post.enter(call)?;
         let mut progress = lock(&self.layers[layer].progress);
@@ -389,9 +433,9 @@ impl<T: Weight> Migration<T> {
         let clock = Instant::now();
         let each = self.shape.experts_per_rank * self.shape.expert_elements[layer];
         // An encoder refuses such a number too, but only after other encoders have encoded their gradients.
-        let is_bad = |gradient: &T| !gradient.to_f32().is_finite();
+        let first_bad = || self.place.first_not_finite(gradients);
         if !self.settings.gradients.is_lossless()
-            && let Some(at) = gradients.iter().position(is_bad)
+            && let Some(at) = first_bad().map_err(|error| refused("gradients", layer, 0, error))?
         {
             let elements = self.shape.expert_elements[layer];
             let expert = at / elements % self.shape.experts_per_rank;
@@ -403,8 +447,8 @@ impl<T: Weight> Migration<T> {
         let mut returned = lock(&self.layers[layer].returned);
         let bodies = returned
             .iter_mut()
-            .zip(gradients.chunks_exact(each))
-            .map(|(returned, gradients)| returned.encode(gradients))
+            .enumerate()
+            .map(|(peer, returned)| returned.encode::<T>(P::part(gradients, peer * each..(peer + 1) * each)))
             .collect::<Result<Vec<_>>>()?;
         self.clocks.encode.fetch_add(clock.elapsed().as_nanos() as u64, Relaxed);
         progress.sent = Some(call.step);
@@ -422,9 +466,10 @@ impl<T: Weight> Migration<T> {
     /// # Errors
     /// [`CallerError`] if a shape does not fit, or if [`send_gradients`](Self::send_gradients) was not called in this step.
     /// [`PeerError`](ep::PeerError) if a peer is lost, late, or sends what cannot be decoded.
-    pub fn reduce_gradients(&self, layer: usize, own: &[T], sum: &mut [f32]) -> Result<()> {
-        self.check_length("gradients of this rank's experts", layer, own.len(), 1)?;
-        self.check_length("sum of gradients", layer, sum.len(), 1)?;
+    pub fn reduce_gradients(&self, layer: usize, own: P::Ref<'_, T>, mut sum: P::Mut<'_, f32>) -> Result<()> {
+        self.check_length("gradients of this rank's experts", layer, P::len(own), 1)?;
+        let elements = P::len_mut(&sum);
+        self.check_length("sum of gradients", layer, elements, 1)?;
         let call = self.call(Operator::Reduce, layer)?;
         self.post.enter(call)?;
         let mut progress = lock(&self.layers[layer].progress);
@@ -437,18 +482,20 @@ impl<T: Weight> Migration<T> {
             }
             _ => progress.reduced = Some(call.step),
         }
-        sum.fill(0.0);
+        let failed = |error| refused("gradients", layer, 0, error);
+        self.place.clear(P::part_mut(&mut sum, 0..elements)).map_err(failed)?;
         let peers = self.domain.peers();
         for &rank in self.domain.ranks() {
+            let sum = P::part_mut(&mut sum, 0..elements);
             match peers.iter().position(|&peer| peer == rank) {
                 Some(peer) => self.add_gradients_of(peer, call, sum)?,
-                None => sum.iter_mut().zip(own).for_each(|(sum, own)| *sum += own.to_f32()),
+                None => self.place.add(own, sum).map_err(failed)?,
             }
         }
         Ok(())
     }
 
-    fn add_gradients_of(&self, peer: usize, call: Call, sum: &mut [f32]) -> Result<()> {
+    fn add_gradients_of(&self, peer: usize, call: Call, mut sum: P::Mut<'_, f32>) -> Result<()> {
         let message = loop {
             let clock = Instant::now();
             let next = self.post.next(call, GRADIENTS, &[peer]);
@@ -468,9 +515,14 @@ impl<T: Weight> Migration<T> {
         }
         let clock = Instant::now();
         let mut rest = &message.body[..];
-        for sum in sum.chunks_exact_mut(self.shape.expert_elements[call.layer]) {
-            let info = add_gradient(rest, sum).map_err(|error| broken(error.to_string()))?;
-            rest = &rest[info.bytes..];
+        let elements = self.shape.expert_elements[call.layer];
+        for expert in 0..self.shape.experts_per_rank {
+            let sum = P::part_mut(&mut sum, expert * elements..(expert + 1) * elements);
+            let added = add_gradient_in(&self.place, rest, sum).map_err(|error| match error {
+                Error::Place(error) => error,
+                error => broken(error.to_string()),
+            });
+            rest = &rest[added?.bytes..];
         }
         self.clocks.decode.fetch_add(clock.elapsed().as_nanos() as u64, Relaxed);
         if rest.is_empty() { Ok(()) } else { Err(broken(format!("{} bytes too many", rest.len()))) }
@@ -489,7 +541,7 @@ impl<T: Weight> Migration<T> {
     /// the next [`publish`](Self::publish), together with the weights of this rank's experts.
     ///
     /// # Errors
-    /// [`CallerError`] if layers are in different steps.
+    /// [`CallerError`] if layers are in different steps. That of the place, if it has failed.
     pub fn save(&self) -> Result<Vec<u8>> {
         let publishers: Vec<_> = self.owned.iter().map(lock).collect();
         let step = publishers[0].published;
@@ -499,7 +551,8 @@ impl<T: Weight> Migration<T> {
         }
         let mut saved = Saved::new(&self.domain, &self.shape, &self.settings, T::ELEMENT, step);
         for (layer, publisher) in self.layers.iter().zip(&publishers) {
-            saved.push(&publisher.owned, &lock(&layer.returned), &lock(&layer.shared));
+            let pushed = saved.push(&publisher.owned, &lock(&layer.returned), &lock(&layer.shared));
+            pushed.map_err(|error| refused("the state of codecs", 0, 0, error))?;
         }
         Ok(saved.to_bytes())
     }
@@ -580,7 +633,7 @@ impl<T: Weight> Migration<T> {
     }
 }
 
-impl<T: Weight> Drop for Migration<T> {
+impl<T: Weight, P: Place> Drop for Migration<T, P> {
     fn drop(&mut self) {
         self.close();
     }
@@ -592,8 +645,8 @@ fn order(call: Call, problem: &'static str) -> ep::Error {
 }
 
 /// Sends a peer the weights that its replicas should hold.
-fn publishers_resend<T: Weight>(
-    publishers: &[Mutex<Publisher<T>>],
+fn publishers_resend<T: Weight, P: Place>(
+    publishers: &[Mutex<Publisher<T, P>>],
     post: &Post,
     peer: usize,
     layer: usize,

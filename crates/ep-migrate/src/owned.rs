@@ -3,42 +3,53 @@
 use std::sync::Arc;
 
 use ep::{CallerError, Result};
-use ep_codec::{GradientCodec, GradientEncoder, SharedExpert, Weight, WeightCodec, WeightEncoder};
+use ep_codec::{
+    Error, GradientCodec, GradientEncoder, Host, Place, SharedExpert, Weight, WeightCodec, WeightEncoder,
+};
 
 /// Encodes the weights of this rank's experts of one layer, step after step.
-pub(crate) struct Owned<T> {
+pub(crate) struct Owned<T: Weight, P: Place = Host> {
+    place: P,
     layer: usize,
     elements: usize,
     codec: WeightCodec,
     /// One for each of this rank's experts.
-    encoders: Vec<WeightEncoder<T>>,
+    encoders: Vec<WeightEncoder<T, P>>,
     /// Whether the receivers hold the weights in the mirrors of the encoders. False after [`restore`](Self::restore): the next
     /// message then begins with these weights.
     is_known: bool,
 }
 
 /// Encodes the gradients of the experts of one peer in one layer.
-pub(crate) struct Returned {
+pub(crate) struct Returned<P: Place = Host> {
+    place: P,
     layer: usize,
     elements: usize,
     /// One for each expert of the peer.
-    encoders: Vec<GradientEncoder>,
+    encoders: Vec<GradientEncoder<P>>,
 }
 
-impl<T: Weight> Owned<T> {
-    pub(crate) fn new(layer: usize, codec: WeightCodec, experts: usize, elements: usize) -> Result<Self> {
+impl<T: Weight, P: Place> Owned<T, P> {
+    pub(crate) fn new(
+        place: P,
+        layer: usize,
+        codec: WeightCodec,
+        experts: usize,
+        elements: usize,
+    ) -> Result<Self> {
         let encoder = |expert| {
-            WeightEncoder::new(codec, elements).map_err(|error| refused("weights", layer, expert, &error))
+            WeightEncoder::new_in(place.clone(), codec, elements)
+                .map_err(|error| refused("weights", layer, expert, error))
         };
         let encoders = (0..experts).map(encoder).collect::<Result<_, _>>()?;
-        Ok(Self { layer, elements, codec, encoders, is_known: true })
+        Ok(Self { place, layer, elements, codec, encoders, is_known: true })
     }
 
     /// Encodes all of this rank's experts. Returns the body of a message, and the number of streams that it has for
     /// each expert.
     pub(crate) fn encode(
         &mut self,
-        weights: &[T],
+        weights: P::Ref<'_, T>,
         shared: Option<&SharedExpert<T>>,
     ) -> Result<(Vec<u8>, u16)> {
         let mut body = Vec::new();
@@ -57,22 +68,21 @@ impl<T: Weight> Owned<T> {
 
     fn encode_all(
         &mut self,
-        weights: &[T],
+        weights: P::Ref<'_, T>,
         shared: Option<&SharedExpert<T>>,
         body: &mut Vec<u8>,
     ) -> Result<u16> {
-        let has_mirrors = self.encoders.iter().all(|encoder| encoder.mirror().is_some());
+        let has_mirrors = self.encoders.iter().all(WeightEncoder::has_mirror);
         let repeats = !self.is_known && has_mirrors;
-        for (expert, (encoder, weights)) in
-            self.encoders.iter_mut().zip(weights.chunks_exact(self.elements)).enumerate()
-        {
-            let refused = |error| refused("weights", self.layer, expert, &error);
+        for (expert, encoder) in self.encoders.iter_mut().enumerate() {
+            let weights = expert_of::<P, T>(weights, expert, self.elements);
+            let refused = |error| refused("weights", self.layer, expert, error);
             if repeats {
                 encoder.complete(body).map_err(refused)?;
             }
             if matches!(self.codec, WeightCodec::Shared { .. }) && shared.is_none() {
                 // There is no shared expert yet.
-                WeightEncoder::new(WeightCodec::Int8, self.elements)
+                WeightEncoder::new_in(self.place.clone(), WeightCodec::Int8, self.elements)
                     .and_then(|mut complete| complete.encode(weights, None, body))
                     .map_err(refused)?;
             } else {
@@ -88,7 +98,7 @@ impl<T: Weight> Owned<T> {
         WeightEncoder::new(WeightCodec::Exact, self.elements)
             .and_then(|mut encoder| encoder.encode(weights, None, body))
             .map(drop)
-            .map_err(|error| refused("the mean of the weights", self.layer, 0, &error))
+            .map_err(|error| refused("the mean of the weights", self.layer, 0, error))
     }
 
     /// Encodes the weights that the receivers hold as complete streams, for a receiver that lacks them. `None` if the
@@ -96,10 +106,10 @@ impl<T: Weight> Owned<T> {
     pub(crate) fn complete(&self) -> Result<Option<Vec<u8>>> {
         let mut body = Vec::new();
         for (expert, encoder) in self.encoders.iter().enumerate() {
-            if encoder.mirror().is_none() {
+            if !encoder.has_mirror() {
                 return Ok(None);
             }
-            encoder.complete(&mut body).map_err(|error| refused("weights", self.layer, expert, &error))?;
+            encoder.complete(&mut body).map_err(|error| refused("weights", self.layer, expert, error))?;
         }
         Ok(Some(body))
     }
@@ -109,63 +119,78 @@ impl<T: Weight> Owned<T> {
         self.elements
     }
 
-    #[cfg(test)]
-    pub(crate) fn mirrors(&self) -> Vec<T> {
-        self.encoders.iter().flat_map(|encoder| encoder.mirror().unwrap_or_default().to_vec()).collect()
+    pub(crate) fn save(&self) -> Result<Vec<Vec<u8>>, Error> {
+        self.encoders.iter().map(WeightEncoder::save_from).collect()
     }
 
-    pub(crate) fn save(&self) -> Vec<Vec<u8>> {
-        self.encoders.iter().map(WeightEncoder::save).collect()
-    }
-
-    pub(crate) fn restore(&mut self, saved: &[Vec<u8>]) -> std::result::Result<(), ep_codec::Error> {
+    pub(crate) fn restore(&mut self, saved: &[Vec<u8>]) -> Result<(), Error> {
         for (encoder, saved) in self.encoders.iter_mut().zip(saved) {
-            *encoder = WeightEncoder::restore(self.codec, self.elements, saved)?;
+            *encoder = WeightEncoder::restore_in(self.place.clone(), self.codec, self.elements, saved)?;
         }
         self.is_known = false;
         Ok(())
     }
 }
 
-impl Returned {
-    pub(crate) fn new(layer: usize, codec: GradientCodec, experts: usize, elements: usize) -> Result<Self> {
+#[cfg(test)]
+impl<T: Weight> Owned<T> {
+    pub(crate) fn mirrors(&self) -> Vec<T> {
+        self.encoders.iter().flat_map(|encoder| encoder.mirror().unwrap_or_default().to_vec()).collect()
+    }
+}
+
+impl<P: Place> Returned<P> {
+    pub(crate) fn new(
+        place: P,
+        layer: usize,
+        codec: GradientCodec,
+        experts: usize,
+        elements: usize,
+    ) -> Result<Self> {
         let encoder = |expert| {
-            GradientEncoder::new(codec, elements).map_err(|error| refused("gradients", layer, expert, &error))
+            GradientEncoder::new_in(place.clone(), codec, elements)
+                .map_err(|error| refused("gradients", layer, expert, error))
         };
         let encoders = (0..experts).map(encoder).collect::<Result<_, _>>()?;
-        Ok(Self { layer, elements, encoders })
+        Ok(Self { place, layer, elements, encoders })
     }
 
     /// Encodes the gradients of all experts of the peer.
-    pub(crate) fn encode<T: Weight>(&mut self, gradients: &[T]) -> Result<Arc<Vec<u8>>> {
+    pub(crate) fn encode<T: Weight>(&mut self, gradients: P::Ref<'_, T>) -> Result<Arc<Vec<u8>>> {
         let mut body = Vec::new();
-        for (expert, (encoder, gradient)) in
-            self.encoders.iter_mut().zip(gradients.chunks_exact(self.elements)).enumerate()
-        {
+        for (expert, encoder) in self.encoders.iter_mut().enumerate() {
             encoder
-                .encode(gradient, &mut body)
-                .map_err(|error| refused("gradients", self.layer, expert, &error))?;
+                .encode(expert_of::<P, T>(gradients, expert, self.elements), &mut body)
+                .map_err(|error| refused("gradients", self.layer, expert, error))?;
         }
         Ok(Arc::new(body))
     }
 
-    pub(crate) fn save(&self) -> Vec<Vec<u8>> {
-        self.encoders.iter().map(GradientEncoder::save).collect()
+    pub(crate) fn save(&self) -> Result<Vec<Vec<u8>>, Error> {
+        self.encoders.iter().map(GradientEncoder::save_from).collect()
     }
 
-    pub(crate) fn restore(
-        &mut self,
-        codec: GradientCodec,
-        saved: &[Vec<u8>],
-    ) -> std::result::Result<(), ep_codec::Error> {
+    pub(crate) fn restore(&mut self, codec: GradientCodec, saved: &[Vec<u8>]) -> Result<(), Error> {
         for (encoder, saved) in self.encoders.iter_mut().zip(saved) {
-            *encoder = GradientEncoder::restore(codec, self.elements, saved)?;
+            *encoder = GradientEncoder::restore_in(self.place.clone(), codec, self.elements, saved)?;
         }
         Ok(())
     }
 }
 
-/// The error for weights or gradients of the caller that cannot be encoded.
-pub(crate) fn refused(what: &'static str, layer: usize, expert: usize, error: &ep_codec::Error) -> ep::Error {
-    CallerError::Expert { what, layer, expert, problem: error.to_string() }.into()
+/// One expert of several that follow each other.
+pub(crate) fn expert_of<P: Place, T: Weight>(
+    all: P::Ref<'_, T>,
+    expert: usize,
+    elements: usize,
+) -> P::Ref<'_, T> {
+    P::part(all, expert * elements..(expert + 1) * elements)
+}
+
+/// The error for weights or gradients of the caller that cannot be encoded; that of the place, if it has failed.
+pub(crate) fn refused(what: &'static str, layer: usize, expert: usize, error: Error) -> ep::Error {
+    match error {
+        Error::Place(error) => error,
+        error => CallerError::Expert { what, layer, expert, problem: error.to_string() }.into(),
+    }
 }

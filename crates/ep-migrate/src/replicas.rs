@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, VecDeque};
 
-use ep_codec::{CallerError, Error, SharedExpert, StreamInfo, Weight, WeightDecoder};
+use ep_codec::{CallerError, Error, Place, SharedExpert, StreamInfo, Weight, WeightDecoder};
 
 use crate::inbox::Message;
 
@@ -31,6 +31,24 @@ pub(crate) enum Decoded<T> {
     LacksShared,
 }
 
+/// Why a message was not decoded.
+#[derive(Debug)]
+pub(crate) enum Undecoded {
+    /// What is wrong with the message.
+    Message(String),
+    /// The place of the replicas has failed.
+    Place(ep::Error),
+}
+
+impl From<Error> for Undecoded {
+    fn from(error: Error) -> Self {
+        match error {
+            Error::Place(error) => Self::Place(error),
+            error => Self::Message(error.to_string()),
+        }
+    }
+}
+
 impl Replicas {
     pub(crate) fn new(experts: usize, elements: usize) -> Self {
         let decoders = (0..experts).map(|_| WeightDecoder::new(elements)).collect();
@@ -41,38 +59,41 @@ impl Replicas {
     /// `has_part` says whether the message must end with a part of the next shared expert.
     ///
     /// # Errors
-    /// What is wrong with the message.
-    pub(crate) fn decode<T: Weight>(
+    /// What is wrong with the message, or the error of the place.
+    pub(crate) fn decode<T: Weight, P: Place>(
         &mut self,
+        place: &P,
         message: &Message,
         has_part: bool,
         shared: &SharedExperts<T>,
-        out: &mut [T],
-    ) -> Result<Decoded<T>, String> {
+        mut out: P::Mut<'_, T>,
+    ) -> Result<Decoded<T>, Undecoded> {
         let mut rest = &message.body[..];
-        for (decoder, replica) in self.decoders.iter_mut().zip(out.chunks_exact_mut(self.elements)) {
+        for (expert, decoder) in self.decoders.iter_mut().enumerate() {
+            let place_of = expert * self.elements..(expert + 1) * self.elements;
             for _ in 0..message.header.streams {
-                match shared.decode(decoder, rest, replica) {
+                let replica = P::part_mut(&mut out, place_of.clone());
+                match shared.decode(place, decoder, rest, replica) {
                     Ok(info) => rest = &rest[info.bytes..],
                     Err(Error::Caller(CallerError::OtherBase { .. })) => return Ok(Decoded::LacksBase),
                     Err(Error::Caller(CallerError::NoShared | CallerError::OtherShared { .. })) => {
                         return Ok(Decoded::LacksShared);
                     }
-                    Err(error) => return Err(error.to_string()),
+                    Err(error) => return Err(error.into()),
                 }
             }
         }
         let part = if has_part {
             let mut part = vec![T::from_f32(0.0); self.elements];
             let decoded = WeightDecoder::new(self.elements).decode(rest, None, &mut part);
-            rest =
-                &rest[decoded.map_err(|error| format!("the mean of the sender's experts: {error}"))?.bytes..];
+            let broken = |error| Undecoded::Message(format!("the mean of the sender's experts: {error}"));
+            rest = &rest[decoded.map_err(broken)?.bytes..];
             Some(part)
         } else {
             None
         };
         if !rest.is_empty() {
-            return Err(format!("{} bytes too many", rest.len()));
+            return Err(Undecoded::Message(format!("{} bytes too many", rest.len())));
         }
         self.step = Some(message.header.step);
         Ok(Decoded::Done(part))
@@ -102,13 +123,20 @@ impl<T: Weight> SharedExperts<T> {
     }
 
     /// Decodes a stream, with the shared expert that it refers to, if it refers to one.
-    fn decode(&self, decoder: &mut WeightDecoder, bytes: &[u8], out: &mut [T]) -> Result<StreamInfo, Error> {
-        let mut decoded = decoder.decode(bytes, self.newest(), out);
+    fn decode<P: Place>(
+        &self,
+        place: &P,
+        decoder: &mut WeightDecoder,
+        bytes: &[u8],
+        mut out: P::Mut<'_, T>,
+    ) -> Result<StreamInfo, Error> {
+        let all = 0..P::len_mut(&out);
+        let mut decoded = decoder.decode_in(place, bytes, self.newest(), P::part_mut(&mut out, all.clone()));
         for older in self.known.iter().rev().skip(1) {
             if !matches!(decoded, Err(Error::Caller(CallerError::OtherShared { .. }))) {
                 break;
             }
-            decoded = decoder.decode(bytes, Some(older), out);
+            decoded = decoder.decode_in(place, bytes, Some(older), P::part_mut(&mut out, all.clone()));
         }
         decoded
     }

@@ -14,7 +14,9 @@
 //! | 8 | XXH64 of all bytes before |
 
 use ep::{CallerError, Element, Result};
-use ep_codec::{GradientCodec, SharedExpert, Weight, WeightCodec, WeightDecoder, WeightEncoder, xxh64};
+use ep_codec::{
+    Error, GradientCodec, Place, SharedExpert, Weight, WeightCodec, WeightDecoder, WeightEncoder, xxh64,
+};
 
 use crate::owned::{Owned, Returned};
 use crate::replicas::SharedExperts;
@@ -84,14 +86,18 @@ impl Saved {
     }
 
     /// Adds the next layer.
-    pub(crate) fn push<T: Weight>(
+    ///
+    /// # Errors
+    /// That of the place of the encoders, if it has failed.
+    pub(crate) fn push<T: Weight, P: Place>(
         &mut self,
-        owned: &Owned<T>,
-        returned: &[Returned],
+        owned: &Owned<T, P>,
+        returned: &[Returned<P>],
         shared: &SharedExperts<T>,
-    ) {
-        let gradients = returned.iter().flat_map(Returned::save).collect();
-        self.layers.push([owned.save(), gradients, shared.save()]);
+    ) -> Result<(), Error> {
+        let gradients: Vec<_> = returned.iter().map(Returned::save).collect::<Result<_, _>>()?;
+        self.layers.push([owned.save()?, gradients.concat(), shared.save()]);
+        Ok(())
     }
 
     pub(crate) fn to_bytes(&self) -> Vec<u8> {
@@ -173,15 +179,18 @@ impl Saved {
     }
 
     /// Restores the encoders of a layer. The state must have passed [`check`](Self::check).
-    pub(crate) fn restore<T: Weight>(
+    pub(crate) fn restore<T: Weight, P: Place>(
         &self,
         layer: usize,
-        owned: &mut Owned<T>,
-        returned: &mut [Returned],
+        owned: &mut Owned<T, P>,
+        returned: &mut [Returned<P>],
         gradients: GradientCodec,
         shared: &mut SharedExperts<T>,
     ) -> Result<()> {
-        let failed = |error: ep_codec::Error| damaged(&format!("layer {layer}: {error}"));
+        let failed = |error| match error {
+            Error::Place(error) => error,
+            error => damaged(&format!("layer {layer}: {error}")),
+        };
         let [weights, carried, means] = &self.layers[layer];
         owned.restore(weights).map_err(failed)?;
         for (returned, carried) in returned.iter_mut().zip(carried.chunks(weights.len())) {
@@ -198,7 +207,7 @@ impl<T: Weight> SharedExperts<T> {
     }
 
     /// `elements` is the number of weights of an expert of the layer.
-    fn restore(&mut self, saved: &[Vec<u8>], elements: usize) -> std::result::Result<(), ep_codec::Error> {
+    fn restore(&mut self, saved: &[Vec<u8>], elements: usize) -> Result<(), Error> {
         for bytes in saved {
             // Allocates the expected length, not the length that the stream states: decoding refuses any other length.
             let mut weights = vec![T::from_f32(0.0); elements];

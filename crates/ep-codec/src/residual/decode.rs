@@ -2,13 +2,14 @@
 
 use ep::numeric::bf16_to_f32;
 
-use super::entries::{Entries, add_onto};
+use super::entries::{Entries, add_onto, overflow};
 use super::format::{BLOCK, Format, IndexFormat, ValueFormat};
 use super::rice;
 use super::sections::{BlockBytes, blocks};
 use crate::content::StreamCodec;
 use crate::error::{CallerError, Corruption, Operand, Result};
-use crate::parallel::{IndexedParallelIterator, Parallel, ParallelIterator, parallel};
+use crate::parallel::{ParallelIterator, parallel};
+use crate::place::{Host, Place};
 use crate::shared::{SharedExpert, check_length};
 use crate::stream::{StreamInfo, open};
 use crate::weight::Weight;
@@ -59,24 +60,23 @@ pub(crate) fn read_onto_shared<T: Weight>(
     if stream != shared.fingerprint() {
         return Err(CallerError::OtherShared { stream, given: shared.fingerprint() }.into());
     }
-    Ok(read_onto(info, payload, shared.weights())?)
+    read_onto(&Host, info, payload, shared.weights())
 }
 
 /// Reads the entries of a stream whose values are to be added to `base`, `[P]`.
 ///
 /// # Errors
 /// [`Corruption`] as in [`read`], and when a sum is not finite.
-pub(crate) fn read_onto<T: Weight>(
+pub(crate) fn read_onto<P: Place, T: Weight>(
+    place: &P,
     info: StreamInfo,
     payload: &[u8],
-    base: &[T],
-) -> Result<Vec<Entries>, Corruption> {
+    base: P::Ref<'_, T>,
+) -> Result<Vec<Entries>> {
     let entries = read(info, payload)?;
-    let bases = base.par_chunks(BLOCK);
-    let overflow = |(entries, base): (&Entries, &[T])| entries.overflow(base).is_some();
-    match entries.par_iter().zip(bases).position_first(overflow) {
+    match overflow(place, &entries, base)? {
         None => Ok(entries),
-        Some(block) => Err(Corruption::Values { block }),
+        Some(index) => Err(Corruption::Values { block: index / BLOCK }.into()),
     }
 }
 

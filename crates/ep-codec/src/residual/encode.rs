@@ -2,7 +2,7 @@
 
 use ep::numeric::{bf16_to_f32, f32_to_bf16};
 
-use super::entries::Entries;
+use super::entries::{Entries, overflow};
 use super::format::{BLOCK, Format, IndexFormat, ValueFormat};
 use super::rice;
 use super::sections::join_word;
@@ -10,6 +10,7 @@ use super::select::{Selected, Selection, select};
 use crate::content::{Content, StreamCodec};
 use crate::error::{CallerError, Operand, Result};
 use crate::parallel::{IndexedParallelIterator, Parallel, ParallelIterator, parallel};
+use crate::place::{Host, Place};
 use crate::shared::{SharedExpert, check_length};
 use crate::stream::{HEADER, Header, StreamInfo, seal};
 use crate::weight::Weight;
@@ -60,7 +61,7 @@ impl Encoder {
             return Err(CallerError::TooManyKept { k: self.k, elements }.into());
         }
         let selected = select(expert, shared.weights(), self.k, self.selection)?;
-        let kept = round_onto(&selected, shared.weights(), self.format)?;
+        let kept = round_onto(&Host, &selected, shared.weights(), self.format)?;
         let header = Header {
             content: Content::Weights,
             codec: StreamCodec::Shared,
@@ -92,23 +93,21 @@ pub(crate) fn append(entries: &[Entries], format: Format, header: Header, out: &
 ///
 /// # Errors
 /// [`CallerError::NotFinite`] when a sum of a weight of the base and its rounded residual overflows.
-pub(crate) fn round_onto<T: Weight>(selected: &Selected, base: &[T], format: Format) -> Result<Vec<Entries>> {
-    let blocks: Vec<Result<Entries>> = base
-        .par_chunks(BLOCK)
-        .enumerate()
-        .map(|(block, base)| {
-            let entries = Entries::collect(selected.kept(block).map(|(at, r)| (at, round(r, format.value))));
-            match entries.overflow(base) {
-                None => Ok(entries),
-                Some(at) => {
-                    let index = block * BLOCK + at;
-                    Err(CallerError::NotFinite { what: Operand::Rounded, index }.into())
-                }
-            }
-        })
-        .collect();
-    // Collected in order, so that the error reported is that of the lowest index.
-    blocks.into_iter().collect()
+pub(crate) fn round_onto<P: Place, T: Weight>(
+    place: &P,
+    selected: &Selected,
+    base: P::Ref<'_, T>,
+    format: Format,
+) -> Result<Vec<Entries>> {
+    let blocks = parallel(0..selected.blocks.len());
+    let rounded = |block| {
+        Entries::collect(selected.kept(block).map(|(at, residual)| (at, round(residual, format.value))))
+    };
+    let entries: Vec<Entries> = blocks.map(rounded).collect();
+    match overflow(place, &entries, base)? {
+        None => Ok(entries),
+        Some(index) => Err(CallerError::NotFinite { what: Operand::Rounded, index }.into()),
+    }
 }
 
 /// Rounds the kept values to bf16. Values that would round to infinity become the largest finite bf16.

@@ -1,14 +1,18 @@
 //! Residuals at some positions of a block, and their application to weights and sums.
 
 use super::format::BLOCK;
+use crate::error::Result;
 use crate::parallel::{IndexedParallelIterator, Parallel, ParallelIterator};
+use crate::place::{Place, in_main_memory};
 use crate::weight::Weight;
 
-/// Some residuals of one block: their positions in the block, ascending, and their values.
-#[derive(Debug, Default, PartialEq)]
-pub(crate) struct Entries {
-    pub(crate) positions: Vec<u16>,
-    pub(crate) values: Vec<f32>,
+/// Some residuals of one [`BLOCK`] of elements.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Entries {
+    /// Positions in the block, ascending.
+    pub positions: Vec<u16>,
+    /// The value at each position.
+    pub values: Vec<f32>,
 }
 
 /// Adding a magnitude below this to a finite f32 or bf16 cannot overflow: it is far below 2^103, half a unit in the
@@ -28,7 +32,7 @@ impl Entries {
 
     /// Returns the first position at which base + value is not finite. Positions must be inside the block; weights of
     /// the base that are not finite are ignored.
-    pub(crate) fn overflow<T: Weight>(&self, base: &[T]) -> Option<usize> {
+    fn overflow<T: Weight>(&self, base: &[T]) -> Option<usize> {
         // Most values cannot overflow a sum. Skipping the check for them avoids scattered reads of the base, which
         // would take longer than the rest of the encoding.
         let entries = self.positions.iter().zip(&self.values).filter(|(_, value)| value.abs() >= LARGE);
@@ -46,6 +50,22 @@ impl Entries {
             }
         }
     }
+}
+
+/// The first index at which the sum of `base` and an entry is not finite. Weights of the base that are not finite are ignored.
+pub(crate) fn overflow<P: Place, T: Weight>(
+    place: &P,
+    entries: &[Entries],
+    base: P::Ref<'_, T>,
+) -> Result<Option<usize>> {
+    let is_large = |entries: &Entries| entries.values.iter().any(|value| value.abs() >= LARGE);
+    if !entries.par_iter().any(is_large) {
+        return Ok(None);
+    }
+    in_main_memory(place, base, |base| {
+        let blocks = entries.par_iter().zip(base.par_chunks(BLOCK)).enumerate();
+        blocks.filter_map(|(block, (entries, base))| Some(block * BLOCK + entries.overflow(base)?)).min()
+    })
 }
 
 /// Adds the entries of each block to `weights`: one f32 addition each, rounded to `T`.

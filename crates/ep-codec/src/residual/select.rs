@@ -10,7 +10,7 @@ use super::entries::Entries;
 use super::format::BLOCK;
 use crate::error::{CallerError, Operand, Result};
 use crate::parallel::{IndexedParallelIterator, Parallel, ParallelIterator};
-use crate::weight::Value;
+use crate::weight::{Value, Weight};
 
 /// How the encoder finds the k largest residuals. Of equal magnitudes, those of lower index are kept.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Hash)]
@@ -69,33 +69,67 @@ fn residual<E: Value, S: Value>(expert: E, shared: S) -> f32 {
 ///
 /// # Errors
 /// [`CallerError::NotFinite`] for the first residual that is not finite, kept or not.
-pub(crate) fn select<E: Value, S: Value>(
+pub(crate) fn select<T: Weight>(
+    expert: &[T],
+    shared: &[T],
+    k: usize,
+    selection: Selection,
+) -> Result<Selected> {
+    let of = |index: usize| Ok(expert[index]);
+    Selected::of(superset(expert, shared, k, selection), k, of)
+}
+
+/// Returns the residuals at or above a floor: those that the selection keeps, usually a few more, and all that are not
+/// finite. Requires `k <= expert.len()` and `expert.len() == shared.len()`.
+pub(crate) fn superset<E: Value, S: Value>(
     expert: &[E],
     shared: &[S],
     k: usize,
     selection: Selection,
-) -> Result<Selected> {
+) -> Vec<Entries> {
     let (floor, must_find) = sampled_floor(expert, shared, k, selection);
-    let mut blocks = candidates(expert, shared, floor)?;
-    let mut found = count(&blocks);
-    if found < must_find {
-        blocks = candidates(expert, shared, dense_floor(expert, shared, k))?;
-        found = count(&blocks);
+    let blocks = candidates(expert, shared, floor);
+    if count(&blocks) < must_find {
+        return candidates(expert, shared, dense_floor(expert, shared, k));
     }
-    if found <= k {
-        let ties = vec![usize::MAX; blocks.len()];
-        return Ok(Selected { blocks, ties, threshold: 0 });
+    blocks
+}
+
+impl Selected {
+    /// Selects among residuals as [`Place::residuals`](crate::Place::residuals) returns them. `element` gives the element of the
+    /// expert with an index.
+    ///
+    /// # Errors
+    /// [`CallerError::NotFinite`] for the first residual that is not finite. The error of `element`.
+    pub(crate) fn of<T: Weight>(
+        blocks: Vec<Entries>,
+        k: usize,
+        element: impl FnOnce(usize) -> Result<T>,
+    ) -> Result<Self> {
+        let bad = blocks.par_iter().enumerate().find_map_first(|(block, entries)| {
+            let bad = entries.values.iter().position(|residual| !residual.is_finite())?;
+            Some(block * BLOCK + usize::from(entries.positions[bad]))
+        });
+        if let Some(index) = bad {
+            let is_expert = !element(index)?.to_f32().is_finite();
+            let what = if is_expert { Operand::Expert } else { Operand::Residual };
+            return Err(CallerError::NotFinite { what, index }.into());
+        }
+        if count(&blocks) <= k {
+            let ties = vec![usize::MAX; blocks.len()];
+            return Ok(Self { blocks, ties, threshold: 0 });
+        }
+        let (threshold, above) =
+            kth_largest(&blocks.iter().map(|block| &block.values[..]).collect::<Vec<_>>(), k);
+        let ties_of = |block: &Entries| block.values.iter().filter(|&&r| key(r) == threshold).count();
+        let mut ties_left = k - above;
+        let mut ties: Vec<usize> = blocks.par_iter().map(ties_of).collect();
+        for ties in &mut ties {
+            *ties = (*ties).min(ties_left);
+            ties_left -= *ties;
+        }
+        Ok(Self { blocks, ties, threshold })
     }
-    let (threshold, above) =
-        kth_largest(&blocks.iter().map(|block| &block.values[..]).collect::<Vec<_>>(), k);
-    let ties_of = |block: &Entries| block.values.iter().filter(|&&r| key(r) == threshold).count();
-    let mut ties_left = k - above;
-    let mut ties: Vec<usize> = blocks.par_iter().map(ties_of).collect();
-    for ties in &mut ties {
-        *ties = (*ties).min(ties_left);
-        ties_left -= *ties;
-    }
-    Ok(Selected { blocks, ties, threshold })
 }
 
 fn count(blocks: &[Entries]) -> usize {
@@ -161,26 +195,11 @@ fn sample<E: Value, S: Value>(expert: &[E], shared: &[S], size: usize) -> Vec<f3
     sampled
 }
 
-/// Collects the residuals at or above the floor, by block.
-fn candidates<E: Value, S: Value>(expert: &[E], shared: &[S], floor: u32) -> Result<Vec<Entries>> {
-    let blocks: Vec<Entries> = expert
-        .par_chunks(BLOCK)
-        .zip(shared.par_chunks(BLOCK))
-        .map(|(expert, shared)| scan_block(expert, shared, floor))
-        .collect();
-    // Every residual that is not finite is a candidate, because its key is at or above every floor.
-    let bad = blocks.par_iter().enumerate().find_map_first(|(block, entries)| {
-        let bad = entries.values.iter().position(|residual| !residual.is_finite())?;
-        Some(block * BLOCK + usize::from(entries.positions[bad]))
-    });
-    match bad {
-        None => Ok(blocks),
-        Some(index) => {
-            let is_expert = !expert[index].value().is_finite();
-            let what = if is_expert { Operand::Expert } else { Operand::Residual };
-            Err(CallerError::NotFinite { what, index }.into())
-        }
-    }
+/// Collects the residuals at or above the floor, by block. No floor is above infinity, so every residual that is not finite
+/// is among them.
+fn candidates<E: Value, S: Value>(expert: &[E], shared: &[S], floor: u32) -> Vec<Entries> {
+    let blocks = expert.par_chunks(BLOCK).zip(shared.par_chunks(BLOCK));
+    blocks.map(|(expert, shared)| scan_block(expert, shared, floor)).collect()
 }
 
 /// Residuals of a chunk, which are compared with the floor together.
