@@ -41,14 +41,14 @@ class ExactEngine:
     def start_over(self) -> None:
         """Does nothing: all messages are complete."""
 
-    def publish(self, layer: int, span: tuple[int, int]) -> None:
+    def publish(self, layer: int, span: tuple[int, int], stream: int) -> None:
         address, nbytes = span
         assert nbytes == self.sizes[layer]
         for peer in self.peers:
             self._send(peer, WEIGHTS, layer, self.published[layer], ctypes.string_at(address, nbytes))
         self.published[layer] += 1
 
-    def gather(self, layer: int, span: tuple[int, int]) -> list[int]:
+    def gather(self, layer: int, span: tuple[int, int], stream: int) -> list[int]:
         size = self.sizes[layer]
         address, nbytes = span
         assert nbytes == size * len(self.peers)
@@ -57,14 +57,14 @@ class ExactEngine:
             ctypes.memmove(address + place * size, data, size)
         return [self.published[layer]] * len(self.peers)
 
-    def send_gradients(self, layer: int, span: tuple[int, int]) -> None:
+    def send_gradients(self, layer: int, span: tuple[int, int], stream: int) -> None:
         size = self.sizes[layer]
         address, nbytes = span
         assert nbytes == size * len(self.peers)
         for place, peer in enumerate(self.peers):
             self._send(peer, GRADIENTS, layer, self.published[layer], ctypes.string_at(address + place * size, size))
 
-    def reduce_gradients(self, layer: int, own: tuple[int, int], sum: tuple[int, int]) -> None:
+    def reduce_gradients(self, layer: int, own: tuple[int, int], sum: tuple[int, int], stream: int) -> None:
         size = self.sizes[layer]
         elements = size // self.dtype.itemsize
         total = torch.zeros(elements)

@@ -51,10 +51,10 @@ def test_a_forgotten_call_and_the_other_reduction_are_refused() -> None:
 
 
 class _RefusesTheLastLayer(ExactEngine):
-    def publish(self, layer: int, weights: tuple[int, int]) -> None:
+    def publish(self, layer: int, weights: tuple[int, int], stream: int) -> None:
         if layer == 1:
             raise CallerError("refused")
-        super().publish(layer, weights)
+        super().publish(layer, weights, stream)
 
 
 class _Refusing(ExpertMigration):

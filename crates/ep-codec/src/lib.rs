@@ -83,7 +83,7 @@ pub use content::{Content, StreamCodec};
 pub use error::{CallerError, Corruption, Error, Operand, Result};
 pub use gradient::{GradientEncoder, add_gradient, add_gradient_in};
 pub use hash::xxh64;
-pub use place::{Host, Place, in_main_memory};
+pub use place::{Host, Place, copy_bytes, in_main_memory};
 pub use shared::SharedExpert;
 #[cfg(feature = "fuzzing")]
 #[doc(hidden)]

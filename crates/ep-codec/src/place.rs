@@ -195,12 +195,12 @@ impl Place for Host {
     }
 
     fn read<T: Weight>(&self, from: &[T], out: &mut [u8]) -> Result<()> {
-        copy(bytemuck::cast_slice(from), out);
+        copy_bytes(bytemuck::cast_slice(from), out);
         Ok(())
     }
 
     fn write<T: Weight>(&self, bytes: &[u8], to: &mut [T]) -> Result<()> {
-        copy(bytes, bytemuck::cast_slice_mut(to));
+        copy_bytes(bytes, bytemuck::cast_slice_mut(to));
         Ok(())
     }
 
@@ -286,7 +286,8 @@ impl Place for Host {
     }
 }
 
-fn copy(from: &[u8], to: &mut [u8]) {
+/// Copies bytes on the threads of the current rayon pool. Both slices have the same length.
+pub fn copy_bytes(from: &[u8], to: &mut [u8]) {
     let pieces = to.par_chunks_mut(COPIED).zip(from.par_chunks(COPIED));
     pieces.for_each(|(to, from)| to.copy_from_slice(from));
 }

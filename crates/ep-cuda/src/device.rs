@@ -31,6 +31,33 @@ pub(crate) enum KernelKey {
     Dense,
     /// Copies the bytes of an emulated link.
     LaneCopy,
+    /// A pass of codecs over the elements of an expert.
+    Codec(CodecKernel),
+}
+
+/// The kernels of codecs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) enum CodecKernel {
+    Int8Encode,
+    Int8Decode,
+    Residuals,
+    Entries,
+    Sums,
+}
+
+impl CodecKernel {
+    pub(crate) const ALL: [Self; 5] =
+        [Self::Int8Encode, Self::Int8Decode, Self::Residuals, Self::Entries, Self::Sums];
+
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Int8Encode => "int8_encode",
+            Self::Int8Decode => "int8_decode",
+            Self::Residuals => "residuals",
+            Self::Entries => "entries",
+            Self::Sums => "sums",
+        }
+    }
 }
 
 macro_rules! headers {
@@ -70,6 +97,8 @@ const HEADERS: &[(&str, &str)] = headers![
     "combine/steps.cuh",
     "combine/push.cuh",
     "combine/reduce.cuh",
+    "codec/weights.cuh",
+    "codec/int8.cuh",
 ];
 
 /// The file name of a path: sources include each other by file name.
@@ -90,8 +119,9 @@ fn copies_in_bulk(arch: Arch, plain_copies: bool) -> bool {
 impl KernelKey {
     /// Every kernel that may be launched on a GPU whose blocks have `shared_bytes` of shared memory.
     pub(crate) fn all(shared_bytes: usize) -> Vec<Self> {
-        // Emulated links need this one; a world does not load it ahead.
+        // Emulated links and codecs need these; a world does not load them ahead.
         let mut keys = vec![Self::LaneCopy];
+        keys.extend(CodecKernel::ALL.map(Self::Codec));
         let worlds = (1..=MAX_RANKS).flat_map(|ranks| [(ranks, false), (ranks, true)]);
         for key in worlds.flat_map(|(views, rails)| Self::of_world(views, rails, shared_bytes)) {
             if !keys.contains(&key) {
@@ -143,7 +173,7 @@ impl KernelKey {
     fn rails(self) -> bool {
         match self {
             Self::Preprocess { rails } | Self::Dispatch { rails, .. } | Self::Combine { rails, .. } => rails,
-            Self::WeightRows | Self::Dense | Self::Spin | Self::LaneCopy => false,
+            Self::WeightRows | Self::Dense | Self::Spin | Self::LaneCopy | Self::Codec(_) => false,
         }
     }
 
@@ -157,7 +187,8 @@ impl KernelKey {
             | Self::WeightRows
             | Self::Dense
             | Self::Spin
-            | Self::LaneCopy => "-".into(),
+            | Self::LaneCopy
+            | Self::Codec(_) => "-".into(),
             Self::Dispatch { quantize, warps, .. } => {
                 format!("{},{warps} warps{rails}", if quantize { "quantize" } else { "copy" })
             }
@@ -182,6 +213,7 @@ impl KernelKey {
             Self::WeightRows => "weight_rows",
             Self::Dense => "dense",
             Self::LaneCopy => "lane_copy",
+            Self::Codec(kernel) => kernel.name(),
         }
     }
 
@@ -197,6 +229,11 @@ impl KernelKey {
             Self::WeightRows => include_str!("../device/weight_rows.cu"),
             Self::Dense => include_str!("../device/dense.cu"),
             Self::LaneCopy => include_str!("../device/lane_copy.cu"),
+            Self::Codec(CodecKernel::Int8Encode) => include_str!("../device/codec/int8_encode.cu"),
+            Self::Codec(CodecKernel::Int8Decode) => include_str!("../device/codec/int8_decode.cu"),
+            Self::Codec(CodecKernel::Residuals) => include_str!("../device/codec/residuals.cu"),
+            Self::Codec(CodecKernel::Entries) => include_str!("../device/codec/entries.cu"),
+            Self::Codec(CodecKernel::Sums) => include_str!("../device/codec/sums.cu"),
             Self::Dispatch { quantize, warps, .. } => {
                 let payload = if quantize { "payload_quantize.cuh" } else { "payload_copy.cuh" };
                 let e4m3 = if arch.converts_to_e4m3() { "e4m3_cvt.cuh" } else { "e4m3_soft.cuh" };
@@ -233,7 +270,8 @@ mod tests {
     use super::*;
     use crate::jit::{Compiler, Jit, Resources};
     use crate::params::{
-        DENSE_THREADS, LANE_COPY_THREADS, PREPROCESS_RAIL_THREADS, PREPROCESS_THREADS, WEIGHT_ROWS_THREADS,
+        CODEC_THREADS, DENSE_THREADS, LANE_COPY_THREADS, PREPROCESS_RAIL_THREADS, PREPROCESS_THREADS,
+        WEIGHT_ROWS_THREADS,
     };
 
     /// Registers of a multiprocessor.
@@ -263,6 +301,7 @@ mod tests {
                 Self::WeightRows => WEIGHT_ROWS_THREADS as u32,
                 Self::Dense => DENSE_THREADS as u32,
                 Self::LaneCopy => LANE_COPY_THREADS as u32,
+                Self::Codec(_) => CODEC_THREADS as u32,
                 Self::Dispatch { warps, .. } => 32 * warps,
                 Self::Combine { teams, .. } => teams.threads(),
             }

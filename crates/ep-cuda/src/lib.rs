@@ -11,6 +11,7 @@
 //! | `handle`, `routing` | a routing in GPU memory, and the lists that preprocess computes from it |
 //! | `weight_rows` | multiplies experts' outputs by their weights |
 //! | `dense` | converts a top-k routing to a map and dense probabilities; needs no buffer |
+//! | `codec` | [`GpuPlace`]: codecs of experts in GPU memory; needs no buffer |
 //! | `tuning` | the division of an operator into pieces, stages and blocks |
 //! | `call` | the arguments that must be equal on all ranks, and errors that name a difference |
 //! | `rail` | the layout of windows between NVLink domains, and the proxy thread that moves their bytes; calls no driver |
@@ -34,6 +35,7 @@ mod beat;
 pub mod bench;
 mod buffer;
 mod call;
+mod codec;
 mod dense;
 mod device;
 mod driver;
@@ -68,6 +70,7 @@ pub mod warm;
 mod weight_rows;
 
 pub use buffer::CudaBuffer;
+pub use codec::{GpuMut, GpuPlace, GpuRef, GpuVec};
 pub use dense::TopK;
 pub use driver::{Event, Stream};
 pub use handle::CudaHandle;

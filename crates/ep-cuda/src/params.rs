@@ -27,6 +27,14 @@ constants! { CONSTANTS:
     WEIGHT_ROWS_THREADS: usize = 256;
     /// Threads of a block of `dense`.
     DENSE_THREADS: usize = 256;
+    /// Threads of a block of the kernels of codecs.
+    CODEC_THREADS: usize = 256;
+    /// Elements that a block of `residuals` handles at a time.
+    RESIDUAL_TILE: usize = 2048;
+    /// `residuals` counts by the upper bits of a magnitude: its exponent and four bits of its mantissa.
+    RESIDUAL_BIN_SHIFT: usize = 19;
+    /// Number of these counts.
+    RESIDUAL_BINS: usize = 1 << (31 - RESIDUAL_BIN_SHIFT);
     /// Threads of the block of `lane_copy`: one warp takes commands, one says which copies have ended, the others copy.
     LANE_COPY_THREADS: usize = 18 * 32;
     /// Words of 64 bits from one command of `lane_copy` to the next.
@@ -607,6 +615,96 @@ structs! { STRUCTS:
         slots: u32,
         /// The launch ends when no command has come for this time.
         patience_ns: u32,
+    }
+
+    /// Parameters of int8_encode.
+    Int8EncodeParams {
+        /// `[count]`, f32 or bf16.
+        elements: DeviceAddress as "const u8*",
+        /// `[count]`: what to add to the elements first; null: nothing.
+        carry: DeviceAddress as "const float*",
+        /// Output `[count]`, with a carry: what the payload lacks.
+        left: DeviceAddress as "float*",
+        /// Output: one for each 128 elements.
+        scales: DeviceAddress as "float*",
+        /// Output `[count]`; at a multiple of 4.
+        codes: DeviceAddress as "u8*",
+        /// Lowered to the first index of a number that is not finite.
+        bad: DeviceAddress as "u32*",
+        count: u32,
+        /// 1: `elements` is f32; 0: bf16.
+        f32: u32,
+    }
+
+    /// Parameters of int8_decode.
+    Int8DecodeParams {
+        /// One for each 128 elements.
+        scales: DeviceAddress as "const float*",
+        /// `[count]`, at a multiple of 4.
+        codes: DeviceAddress as "const u8*",
+        /// Output `[count]`, f32 or bf16.
+        out: DeviceAddress as "u8*",
+        count: u32,
+        /// 1: `out` is f32; 0: bf16.
+        f32: u32,
+        /// 1: adds to `out`, which is f32.
+        adds: u32,
+        unused: u32,
+    }
+
+    /// Parameters of residuals.
+    ResidualsParams {
+        /// `[count]`, f32 or bf16.
+        expert: DeviceAddress as "const u8*",
+        /// `[count]` of the same type; null: zeros.
+        base: DeviceAddress as "const u8*",
+        /// `[RESIDUAL_BINS]`, to which the numbers of residuals are added; null: residuals are collected.
+        counts: DeviceAddress as "u32*",
+        /// Output `[capacity]`: positions of the collected residuals in their block of 65,536 elements.
+        positions: DeviceAddress as "u16*",
+        /// Output `[capacity]`.
+        values: DeviceAddress as "float*",
+        /// Output: for each tile, where its residuals begin in the outputs, and their number.
+        segments: DeviceAddress as "u32*",
+        /// The number of collected residuals.
+        cursor: DeviceAddress as "u32*",
+        /// Residuals with at least these bits as magnitude are collected.
+        floor: u32,
+        count: u32,
+        capacity: u32,
+        /// 1: elements are f32; 0: bf16.
+        f32: u32,
+    }
+
+    /// Parameters of entries.
+    EntriesParams {
+        /// `[count]`, each once.
+        indices: DeviceAddress as "const u32*",
+        /// `[count]`.
+        values: DeviceAddress as "const float*",
+        /// In and out, f32 or bf16.
+        elements: DeviceAddress as "u8*",
+        count: u32,
+        /// 1: `elements` is f32; 0: bf16.
+        f32: u32,
+        /// 1: values are subtracted; 0: added.
+        subtracts: u32,
+        unused: u32,
+    }
+
+    /// Parameters of sums.
+    SumsParams {
+        /// `[count]`, f32 or bf16.
+        elements: DeviceAddress as "const u8*",
+        /// `[count]`: what to add; null: nothing.
+        addend: DeviceAddress as "const float*",
+        /// Output `[count]`; null: none. May be `addend`.
+        sums: DeviceAddress as "float*",
+        /// Lowered to the first index of a sum that is not finite; null: not asked for.
+        bad: DeviceAddress as "u32*",
+        count: u32,
+        /// 1: `elements` is f32; 0: bf16.
+        f32: u32,
     }
 
     /// Parameters of spin.

@@ -163,9 +163,10 @@ class HybridExperts(GroupedExperts):
             self.working.grad = self.working.grad.contiguous()
         return self.working.grad
 
-    def empty_sum(self) -> Tensor:
-        """Makes the tensor for the sum of gradients over the expert domain: float32 [own experts, elements]."""
-        return torch.empty(self._own, self.working.shape[1], dtype=torch.float32, device="cpu")
+    def empty_sum(self, device: torch.device | None = None) -> Tensor:
+        """Makes the tensor for the sum of gradients over the expert domain: float32 [own experts, elements], in main
+        memory unless another device is given."""
+        return torch.empty(self._own, self.working.shape[1], dtype=torch.float32, device=device or "cpu")
 
     def finish_gradients(self, total: Tensor) -> None:
         """Adds the sum over the expert domain to the gradient of the parameters, and forgets that of `working`."""

@@ -46,14 +46,16 @@ _Span: TypeAlias = tuple[int, int]
 
 
 class Engine(Protocol):
-    """What moves weights and gradients: `_native.Migration`. A span is the address of a contiguous CPU tensor, and its
-    number of bytes. All calls may raise `PeerError`, and then raise it again."""
+    """What moves weights and gradients: `_native.Migration`. A span is the address of a contiguous tensor in main memory,
+    or in that of the GPU of the settings, and its number of bytes. The calls come after the work of `stream`, the raw
+    handle of a stream of that GPU, and return when theirs is done. All calls may raise `PeerError`, and then raise it
+    again."""
 
-    def publish(self, layer: int, weights: _Span) -> None: ...
+    def publish(self, layer: int, weights: _Span, stream: int) -> None: ...
     def start_over(self) -> None: ...
-    def gather(self, layer: int, replicas: _Span) -> list[int]: ...
-    def send_gradients(self, layer: int, gradients: _Span) -> None: ...
-    def reduce_gradients(self, layer: int, own: _Span, sum: _Span) -> None: ...
+    def gather(self, layer: int, replicas: _Span, stream: int) -> list[int]: ...
+    def send_gradients(self, layer: int, gradients: _Span, stream: int) -> None: ...
+    def reduce_gradients(self, layer: int, own: _Span, sum: _Span, stream: int) -> None: ...
     def save(self) -> bytes: ...
     def stats(self) -> dict[str, float]: ...
     def close(self, at_once: bool) -> None: ...
@@ -116,8 +118,12 @@ class ExpertMigration(Shared):
         ep_group: If the plan has several EP groups: the process group of this rank's, `plan.ep_group_of(rank)`, over
             which the parameters of experts are sharded.
         domains: As for `Buffer`: the number of NVLink domains that a dispatch group spans.
-        device: The device of all tensors: the CPU or a CUDA device, as for `Buffer`. Weights and gradients of a GPU are
-            copied to host memory to be encoded and sent, and back.
+        device: The device of all tensors: the CPU or a CUDA device, as for `Buffer`.
+        codec_device: "cpu": weights and gradients of a GPU are copied to main memory and encoded there, and what
+            arrives is decoded there and copied to the GPU. "cuda", with `device`: the GPU encodes and decodes, and only
+            encoded bytes cross PCIe. What encoders keep is then in GPU memory: with gradients by "int8" or "topk", 4
+            bytes for each element of the replicas; with weights by "delta", a copy of this rank's experts. The bits are
+            the same.
         workers: As for `Buffer`.
 
     Raises:
@@ -157,6 +163,7 @@ class ExpertMigration(Shared):
         ep_group: dist.ProcessGroup | None = None,
         domains: int = 1,
         device: torch.device | str | int = "cpu",
+        codec_device: str = "cpu",
         workers: int | None = None,
     ) -> None:
         if not dist.is_initialized():
@@ -167,6 +174,9 @@ class ExpertMigration(Shared):
         with meeting.reported():
             meeting.timeout = join_timeout()
             where = device_of(device)
+            if codec_device not in ("cpu", where.type):
+                either = '"cpu"' if where.type == "cpu" else f'"cpu" or "{where.type}"'
+                raise CallerError(f"codec_device is {codec_device!r}, must be {either} with tensors on {where}")
             if plan.ranks != group.size():
                 stages = len(plan.stages)
                 remedy = (
@@ -214,7 +224,9 @@ class ExpertMigration(Shared):
         # The number is unique, so that a later group does not find what gloo has left in the store.
         place = f"migration {self._run}"
         self.ownership = Ownership(plan, self.rank, num_experts, own_group, where)
-        self.host_memory = HostMemory(where, self._copies)
+        # Codecs on a GPU read and write its tensors.
+        self._codec_gpu = where if codec_device == "cuda" else None
+        self.host_memory = HostMemory(where, False if self._codec_gpu is not None else self._copies)
         self._domain = plan.domain_of(self.rank)
         # All ranks connect first, so that the error about a missing rank has its number among all ranks.
         everyone = range(plan.ranks)
@@ -338,7 +350,7 @@ class ExpertMigration(Shared):
     def _publish(self, engine: Engine, index: int, own: Tensor) -> None:
         try:
             with self._dense.explained():
-                engine.publish(index, _span(own))
+                engine.publish(index, _span(own), self._stream())
         except CallerError:
             if index > 0:
                 # Other layers are in the next step already. The peers would wait for this one.
@@ -430,7 +442,8 @@ class ExpertMigration(Shared):
             plan = self._dense.begin_all(parameters, self._last_step)
             if self._over_groups is None:
                 for index, experts in backward:
-                    experts.finish_gradients(self._total(engine, index, experts, experts.empty_sum()))
+                    total = experts.empty_sum(self._codec_gpu)
+                    experts.finish_gradients(self._total(engine, index, experts, total))
             else:
                 # The sum of a layer leaves for the other EP groups while the next layers wait for their domain.
                 totals = [experts.empty_sum() for _, experts in backward]
@@ -452,11 +465,16 @@ class ExpertMigration(Shared):
     def _total(self, engine: Engine | None, index: int, experts: HybridExperts, total: Tensor) -> Tensor:
         """Waits for the sum of a layer's gradients over the expert domain. Returns `total`, which has it."""
         own = self.host_memory.read(experts.own_gradient())
-        if engine is not None:
-            engine.reduce_gradients(index, _span(own), _span(total))
-        else:
-            total.copy_(own)
-        return total
+        if engine is None:
+            return total.copy_(own)
+        # The engine sums where it decodes; sums over EP groups are in main memory.
+        sums = total if total.device == own.device else torch.empty_like(total, device=own.device)
+        engine.reduce_gradients(index, _span(own), _span(sums), self._stream())
+        return total if sums is total else total.copy_(sums)
+
+    def _stream(self) -> int:
+        """Returns the raw handle of the stream whose work an engine waits for; 0 if it works in main memory."""
+        return 0 if self._codec_gpu is None else torch.cuda.current_stream(self._codec_gpu).cuda_stream
 
     def _check_start(self, module: nn.Module, parameters: list[nn.Parameter]) -> None:
         """Compares layers, dense parameters and, over the EP groups, experts, once for each module: gradients keep them
@@ -526,7 +544,7 @@ class ExpertMigration(Shared):
             return
         if engine is not None:
             with self._dense.explained():
-                experts.replica_steps = engine.gather(index, _span(experts.host_replicas))
+                experts.replica_steps = engine.gather(index, _span(experts.host_replicas), self._stream())
             experts.take_replicas()
         experts.gathered = self._step
 
@@ -544,7 +562,8 @@ class ExpertMigration(Shared):
         if experts.sent:
             return
         if (engine := self._started()) is not None:
-            engine.send_gradients(index, _span(self.host_memory.read(experts.replica_gradient())))
+            gradients = self.host_memory.read(experts.replica_gradient())
+            engine.send_gradients(index, _span(gradients), self._stream())
         experts.note_sent()
 
     def _started(self) -> Engine | None:
@@ -564,6 +583,7 @@ class ExpertMigration(Shared):
             "experts_per_rank": self.ownership.num_local_experts,
             "expert_elements": [experts.working.shape[1] for experts in self._layers],
             "wide": types == {torch.float32},
+            "gpu": None if self._codec_gpu is None else self.buffer.device.index,
             "weights": self._weights,
             "gradients": self._gradients,
             "depth": self._depth,

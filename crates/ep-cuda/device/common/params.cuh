@@ -29,6 +29,14 @@ constexpr u32 PREPROCESS_RAIL_THREADS = 512;
 constexpr u32 WEIGHT_ROWS_THREADS = 256;
 // Threads of a block of `dense`.
 constexpr u32 DENSE_THREADS = 256;
+// Threads of a block of the kernels of codecs.
+constexpr u32 CODEC_THREADS = 256;
+// Elements that a block of `residuals` handles at a time.
+constexpr u32 RESIDUAL_TILE = 2048;
+// `residuals` counts by the upper bits of a magnitude: its exponent and four bits of its mantissa.
+constexpr u32 RESIDUAL_BIN_SHIFT = 19;
+// Number of these counts.
+constexpr u32 RESIDUAL_BINS = 4096;
 // Threads of the block of `lane_copy`: one warp takes commands, one says which copies have ended, the others copy.
 constexpr u32 LANE_COPY_THREADS = 576;
 // Words of 64 bits from one command of `lane_copy` to the next.
@@ -600,6 +608,96 @@ struct LaneCopyParams {
     u32 patience_ns;
 };
 
+// Parameters of int8_encode.
+struct Int8EncodeParams {
+    // `[count]`, f32 or bf16.
+    const u8* elements;
+    // `[count]`: what to add to the elements first; null: nothing.
+    const float* carry;
+    // Output `[count]`, with a carry: what the payload lacks.
+    float* left;
+    // Output: one for each 128 elements.
+    float* scales;
+    // Output `[count]`; at a multiple of 4.
+    u8* codes;
+    // Lowered to the first index of a number that is not finite.
+    u32* bad;
+    u32 count;
+    // 1: `elements` is f32; 0: bf16.
+    u32 f32;
+};
+
+// Parameters of int8_decode.
+struct Int8DecodeParams {
+    // One for each 128 elements.
+    const float* scales;
+    // `[count]`, at a multiple of 4.
+    const u8* codes;
+    // Output `[count]`, f32 or bf16.
+    u8* out;
+    u32 count;
+    // 1: `out` is f32; 0: bf16.
+    u32 f32;
+    // 1: adds to `out`, which is f32.
+    u32 adds;
+    u32 unused;
+};
+
+// Parameters of residuals.
+struct ResidualsParams {
+    // `[count]`, f32 or bf16.
+    const u8* expert;
+    // `[count]` of the same type; null: zeros.
+    const u8* base;
+    // `[RESIDUAL_BINS]`, to which the numbers of residuals are added; null: residuals are collected.
+    u32* counts;
+    // Output `[capacity]`: positions of the collected residuals in their block of 65,536 elements.
+    u16* positions;
+    // Output `[capacity]`.
+    float* values;
+    // Output: for each tile, where its residuals begin in the outputs, and their number.
+    u32* segments;
+    // The number of collected residuals.
+    u32* cursor;
+    // Residuals with at least these bits as magnitude are collected.
+    u32 floor;
+    u32 count;
+    u32 capacity;
+    // 1: elements are f32; 0: bf16.
+    u32 f32;
+};
+
+// Parameters of entries.
+struct EntriesParams {
+    // `[count]`, each once.
+    const u32* indices;
+    // `[count]`.
+    const float* values;
+    // In and out, f32 or bf16.
+    u8* elements;
+    u32 count;
+    // 1: `elements` is f32; 0: bf16.
+    u32 f32;
+    // 1: values are subtracted; 0: added.
+    u32 subtracts;
+    u32 unused;
+};
+
+// Parameters of sums.
+struct SumsParams {
+    // `[count]`, f32 or bf16.
+    const u8* elements;
+    // `[count]`: what to add; null: nothing.
+    const float* addend;
+    // Output `[count]`; null: none. May be `addend`.
+    float* sums;
+    // Lowered to the first index of a sum that is not finite; null: not asked for.
+    u32* bad;
+    u32 count;
+    // 1: `elements` is f32; 0: bf16.
+    u32 f32;
+};
+
 // Parameters of spin.
 struct SpinParams {
     u64 nanoseconds;
@@ -907,5 +1005,49 @@ static_assert(OFFSET_OF(LaneCopyParams, launch) == 28);
 static_assert(OFFSET_OF(LaneCopyParams, slots) == 32);
 static_assert(OFFSET_OF(LaneCopyParams, patience_ns) == 36);
 static_assert(sizeof(LaneCopyParams) == 40);
+static_assert(OFFSET_OF(Int8EncodeParams, elements) == 0);
+static_assert(OFFSET_OF(Int8EncodeParams, carry) == 8);
+static_assert(OFFSET_OF(Int8EncodeParams, left) == 16);
+static_assert(OFFSET_OF(Int8EncodeParams, scales) == 24);
+static_assert(OFFSET_OF(Int8EncodeParams, codes) == 32);
+static_assert(OFFSET_OF(Int8EncodeParams, bad) == 40);
+static_assert(OFFSET_OF(Int8EncodeParams, count) == 48);
+static_assert(OFFSET_OF(Int8EncodeParams, f32) == 52);
+static_assert(sizeof(Int8EncodeParams) == 56);
+static_assert(OFFSET_OF(Int8DecodeParams, scales) == 0);
+static_assert(OFFSET_OF(Int8DecodeParams, codes) == 8);
+static_assert(OFFSET_OF(Int8DecodeParams, out) == 16);
+static_assert(OFFSET_OF(Int8DecodeParams, count) == 24);
+static_assert(OFFSET_OF(Int8DecodeParams, f32) == 28);
+static_assert(OFFSET_OF(Int8DecodeParams, adds) == 32);
+static_assert(OFFSET_OF(Int8DecodeParams, unused) == 36);
+static_assert(sizeof(Int8DecodeParams) == 40);
+static_assert(OFFSET_OF(ResidualsParams, expert) == 0);
+static_assert(OFFSET_OF(ResidualsParams, base) == 8);
+static_assert(OFFSET_OF(ResidualsParams, counts) == 16);
+static_assert(OFFSET_OF(ResidualsParams, positions) == 24);
+static_assert(OFFSET_OF(ResidualsParams, values) == 32);
+static_assert(OFFSET_OF(ResidualsParams, segments) == 40);
+static_assert(OFFSET_OF(ResidualsParams, cursor) == 48);
+static_assert(OFFSET_OF(ResidualsParams, floor) == 56);
+static_assert(OFFSET_OF(ResidualsParams, count) == 60);
+static_assert(OFFSET_OF(ResidualsParams, capacity) == 64);
+static_assert(OFFSET_OF(ResidualsParams, f32) == 68);
+static_assert(sizeof(ResidualsParams) == 72);
+static_assert(OFFSET_OF(EntriesParams, indices) == 0);
+static_assert(OFFSET_OF(EntriesParams, values) == 8);
+static_assert(OFFSET_OF(EntriesParams, elements) == 16);
+static_assert(OFFSET_OF(EntriesParams, count) == 24);
+static_assert(OFFSET_OF(EntriesParams, f32) == 28);
+static_assert(OFFSET_OF(EntriesParams, subtracts) == 32);
+static_assert(OFFSET_OF(EntriesParams, unused) == 36);
+static_assert(sizeof(EntriesParams) == 40);
+static_assert(OFFSET_OF(SumsParams, elements) == 0);
+static_assert(OFFSET_OF(SumsParams, addend) == 8);
+static_assert(OFFSET_OF(SumsParams, sums) == 16);
+static_assert(OFFSET_OF(SumsParams, bad) == 24);
+static_assert(OFFSET_OF(SumsParams, count) == 32);
+static_assert(OFFSET_OF(SumsParams, f32) == 36);
+static_assert(sizeof(SumsParams) == 40);
 static_assert(OFFSET_OF(SpinParams, nanoseconds) == 0);
 static_assert(sizeof(SpinParams) == 8);

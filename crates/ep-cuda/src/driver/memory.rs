@@ -242,6 +242,39 @@ impl Drop for Reservation {
     }
 }
 
+/// Memory of a GPU that only this process uses.
+#[derive(Debug)]
+pub(crate) struct Private {
+    device: Arc<Device>,
+    address: DeviceAddress,
+}
+
+impl Private {
+    /// Allocates `bytes` bytes, at least one.
+    pub(crate) fn new(device: &Arc<Device>, bytes: usize) -> Result<Self> {
+        let _bound = device.bind()?;
+        let mut address = 0;
+        let what = || format!("allocating {bytes} bytes on GPU {}", device.ordinal);
+        // SAFETY: writes one address, freed in `drop`.
+        check(unsafe { sys::cuMemAlloc_v2(&mut address, bytes) }, what, "")?;
+        Ok(Self { device: Arc::clone(device), address })
+    }
+
+    pub(crate) fn address(&self) -> DeviceAddress {
+        self.address
+    }
+}
+
+impl Drop for Private {
+    fn drop(&mut self) {
+        let Ok(_bound) = self.device.bind() else { return };
+        // Another thread may be capturing a graph.
+        let _relaxed = Relaxed::new();
+        // SAFETY: allocated in `new`; the owner guarantees that no work uses it.
+        let _ = unsafe { sys::cuMemFree_v2(self.address) };
+    }
+}
+
 /// Pinned host memory that kernels can access, as an array of words.
 #[derive(Debug)]
 pub(crate) struct Mapped {
@@ -278,6 +311,11 @@ impl Mapped {
     /// The address for kernels.
     pub(crate) fn address(&self) -> DeviceAddress {
         self.address
+    }
+
+    /// The first byte, for this process.
+    pub(crate) fn start(&self) -> NonNull<u8> {
+        NonNull::new(self.words.cast()).expect("the driver has allocated it")
     }
 
     /// Stores the words `at` and `at + 1` with one write. A kernel that loads both at once with acquire order sees both, and

@@ -18,8 +18,8 @@ pub(crate) use device::{Device, GpuDirect, offers_fabric, pci_address};
 pub(crate) use idle::{DeviceMark, Look};
 pub(crate) use kernel::Kernel;
 pub(crate) use memory::{
-    Chunk, DeviceAddress, FABRIC_BYTES, FABRIC_HINT, GRANULE, HostWords, Mapped, Pinned, Reservation, Shared,
-    Sharing,
+    Chunk, DeviceAddress, FABRIC_BYTES, FABRIC_HINT, GRANULE, HostWords, Mapped, Pinned, Private,
+    Reservation, Shared, Sharing,
 };
 pub use stream::{Event, Stream};
 
