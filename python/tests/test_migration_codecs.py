@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
+import torch
 
-from migration_world import EXPERTS, TWO, adam, hybrid, runtime, train_hybrid
+from hybrid_ep.experts import local_part
+from hybrid_ep.migration import ExpertDomains, ExpertMigration
+from migration_world import EXPERTS, TWO, adam, hybrid, loss_of, refused, runtime, tokens_of, train_hybrid
 from process_worlds import Rank, world_of_processes
 
 
@@ -53,3 +57,76 @@ def test_copies_of_tensors_change_no_bit() -> None:
     ):
         copied, plain = (world.run(_lossy, options, engine) for engine in ("copied", "rust"))
         assert [losses for losses, _, _ in copied] == [losses for losses, _, _ in plain]
+
+
+def _on_a_gpu(here: Rank, options: dict[str, Any]) -> None:
+    plan = ExpertDomains.uniform(ranks=2, datacenters=2)
+    found = []
+    for codec_device in ("cpu", "cuda"):
+        made = {"num_experts": EXPERTS, "device": here.device, "codec_device": codec_device, **options}
+        with ExpertMigration(plan, **made) as migration:
+            model = hybrid(migration, working_dtype=torch.bfloat16).to(here.device)
+            optimizer = adam(model)
+            losses = train_hybrid(migration, model, range(5), optimizer)
+            replicas = model[1].experts.replicas().clone()
+            found.append((losses, replicas, [*model.parameters()], migration.stats()["weights_sent"]))
+    (losses, replicas, parameters, sent), other = found
+    assert (losses, sent) == (other[0], other[3])
+    assert torch.equal(replicas, other[1])
+    for one, another in zip(parameters, other[2], strict=True):
+        assert torch.equal(local_part(one), local_part(another))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_codecs_on_a_gpu_change_no_bit() -> None:
+    world = world_of_processes(2, "cuda")
+    for options in (
+        {"weights": "exact", "gradients": "exact"},
+        {"weights": "int8", "gradients": "int8"},
+        {"weights": "delta:0.05,warm_up=2", "gradients": "topk:0.05"},
+        {"weights": "shared:0.05", "gradients": "int8", "shared_refresh": 2},
+    ):
+        world.run(_on_a_gpu, options, seconds=60)
+
+
+def _loads_the_state_of_codecs_elsewhere(here: Rank) -> None:
+    plan = ExpertDomains.uniform(ranks=2, datacenters=2)
+    made: dict[str, Any] = {"num_experts": EXPERTS, "weights": "delta:0.05", "gradients": "int8", "device": here.device}
+    with ExpertMigration(plan, codec_device="cpu", **made) as migration:
+        model = hybrid(migration).to(here.device)
+        optimizer = adam(model)
+        train_hybrid(migration, model, range(3), optimizer)
+        # A checkpoint comes between the step of the optimizer and publish.
+        optimizer.zero_grad()
+        loss_of(model, tokens_of(here.rank, 3).to(here.device)).backward()
+        migration.reduce_gradients(model, op="sum")
+        optimizer.step()
+        saved = copy.deepcopy((migration.state_dict(), model.state_dict(), optimizer.state_dict()))
+        migration.publish()
+        expected = train_hybrid(migration, model, range(4, 7), optimizer)
+    for codec_device in ("cpu", torch.device(here.device).type):
+        with ExpertMigration(plan, codec_device=codec_device, **made) as migration:
+            model = hybrid(migration).to(here.device)
+            optimizer = adam(model)
+            # The optimizer goes on with the tensors that it loads.
+            of_migration, of_model, of_optimizer = copy.deepcopy(saved)
+            migration.load_state_dict(of_migration)
+            model.load_state_dict(of_model)
+            optimizer.load_state_dict(of_optimizer)
+            migration.publish()
+            assert train_hybrid(migration, model, range(4, 7), optimizer) == expected, codec_device
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_continues_with_the_state_of_codecs_on_the_cpu() -> None:
+    world_of_processes(2, "cuda").run(_loads_the_state_of_codecs_elsewhere, seconds=60)
+
+
+def _other_codec_devices(here: Rank) -> None:
+    plan = ExpertDomains.uniform(ranks=2, datacenters=2)
+    with refused('codec_device is .cuda., must be "cpu" with tensors on cpu'):
+        ExpertMigration(plan, num_experts=EXPERTS, codec_device="cuda")
+
+
+def test_codecs_run_where_the_tensors_are_or_on_the_cpu() -> None:
+    world_of_processes(2, "cpu").run(_other_codec_devices)

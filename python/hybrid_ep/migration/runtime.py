@@ -46,10 +46,11 @@ _Span: TypeAlias = tuple[int, int]
 
 
 class Engine(Protocol):
-    """What moves weights and gradients: `_native.Migration`. A span is the address of a contiguous tensor in main memory,
-    or in that of the GPU of the settings, and its number of bytes. The calls come after the work of `stream`, the raw
-    handle of a stream of that GPU, and return when theirs is done. All calls may raise `PeerError`, and then raise it
-    again."""
+    """What moves weights and gradients: `_native.Migration`. All calls may raise `PeerError`, and then raise it again.
+
+    A span is the address of a contiguous tensor, in main memory or in that of the GPU of the settings, and its number
+    of bytes. Calls come after the work of `stream`, the raw handle of a stream of that GPU, and return when theirs is
+    done."""
 
     def publish(self, layer: int, weights: _Span, stream: int) -> None: ...
     def start_over(self) -> None: ...

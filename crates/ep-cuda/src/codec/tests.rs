@@ -308,6 +308,22 @@ fn numbers_that_are_not_finite_are_refused_and_nothing_changes() {
 }
 
 #[test]
+fn extreme_numbers_have_the_scales_of_main_memory() {
+    for place in places() {
+        for largest in [f32::MAX, 1e38, 1.5e-36, 1.4e-36, f32::MIN_POSITIVE, 1e-45, 0.0] {
+            let numbers: Vec<f32> = [1.0, -1.0, 0.5, -0.25].repeat(50).iter().map(|&x| x * largest).collect();
+            let lent = place.keep(numbers.clone()).unwrap();
+            let (mut there, mut here) = (Vec::new(), Vec::new());
+            let codec = WeightCodec::Int8;
+            let mut encoder = WeightEncoder::new_in(place.clone(), codec, numbers.len()).unwrap();
+            encoder.encode(GpuPlace::kept(&lent), None, &mut there).unwrap();
+            WeightEncoder::new(codec, numbers.len()).unwrap().encode(&numbers, None, &mut here).unwrap();
+            assert!(there == here, "{largest}");
+        }
+    }
+}
+
+#[test]
 fn a_hostile_stream_of_changes_is_refused_before_the_replica_changes() {
     let length = 3000;
     for place in places() {
