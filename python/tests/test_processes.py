@@ -178,7 +178,7 @@ def test_ranks_join_again_if_one_lacks_room() -> None:
 
 
 def _reserve_on_gpus(rank: int, ranks: int, store: str) -> None:
-    os.environ.update(HYBRID_EP_TRANSPORT="tcp", HYBRID_EP_CUDA_LANE_BYTES="65536", HYBRID_EP_CUDA_RAIL_TOKENS="64")
+    os.environ.update(HYBRID_EP_TRANSPORT="tcp", HYBRID_EP_CUDA_LANE_BYTES="131072", HYBRID_EP_CUDA_RAIL_TOKENS="64")
     torch.cuda.set_device(rank % torch.cuda.device_count())
     meet(rank, ranks, store)
 

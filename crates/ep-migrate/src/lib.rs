@@ -54,6 +54,7 @@
 
 #![forbid(unsafe_code)]
 
+mod bodies;
 mod carrier;
 #[cfg(any(test, feature = "conformance"))]
 pub mod conformance;

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use ep::{CallerError, Operator, Result};
 use ep_codec::{Error, Host, Place, SharedExpert, Weight, WeightCodec, add_gradient_in, in_main_memory};
 
+use crate::bodies::Bodies;
 use crate::carrier::Carrier;
 use crate::header::Kind;
 use crate::inbox::{Call, GRADIENTS, Message, Traffic, WEIGHTS, Window};
@@ -34,6 +35,7 @@ pub struct Migration<T: Weight, P: Place = Host> {
     shape: Shape,
     settings: Settings,
     post: Arc<Post>,
+    bodies: Bodies,
     layers: Vec<Layer<T, P>>,
     owned: Arc<Vec<Mutex<Publisher<T, P>>>>,
     /// The step after the newest step of which a layer was gathered.
@@ -228,7 +230,8 @@ impl<T: Weight, P: Place> Migration<T, P> {
         let (post, threads) = Post::start(setup, carrier, &resend)?;
         let (threads, clocks) = (Mutex::new(threads), Clocks::default());
         let gathered = AtomicU64::new(step);
-        Ok(Self { place, domain, shape, settings, post, layers, owned, gathered, threads, clocks })
+        let bodies = Bodies::default();
+        Ok(Self { place, domain, shape, settings, post, bodies, layers, owned, gathered, threads, clocks })
     }
 
     /// The expert domain.
@@ -267,7 +270,7 @@ impl<T: Weight, P: Place> Migration<T, P> {
         let clock = Instant::now();
         let mut shared = lock(&self.layers[layer].shared);
         let part = self.part(layer, step, weights)?;
-        let (mut body, streams) = publisher.owned.encode(weights, shared.newest())?;
+        let (mut body, streams) = publisher.owned.encode(weights, shared.newest(), &self.bodies)?;
         if let Some(part) = part {
             publisher.owned.append_complete(part.weights(), &mut body)?;
             let position = self.position(self.domain.rank());
@@ -278,7 +281,7 @@ impl<T: Weight, P: Place> Migration<T, P> {
         self.clocks.encode.fetch_add(clock.elapsed().as_nanos() as u64, Relaxed);
 
         publisher.published += 1;
-        let body = Arc::new(body);
+        let body = self.bodies.keep(body);
         (0..self.domain.peers().len())
             .try_for_each(|peer| self.post.send(peer, call, Kind::Weights, streams, body.clone()))
     }
@@ -448,7 +451,10 @@ impl<T: Weight, P: Place> Migration<T, P> {
         let bodies = returned
             .iter_mut()
             .enumerate()
-            .map(|(peer, returned)| returned.encode::<T>(P::part(gradients, peer * each..(peer + 1) * each)))
+            .map(|(peer, returned)| {
+                let gradients = P::part(gradients, peer * each..(peer + 1) * each);
+                returned.encode::<T>(gradients, &self.bodies)
+            })
             .collect::<Result<Vec<_>>>()?;
         self.clocks.encode.fetch_add(clock.elapsed().as_nanos() as u64, Relaxed);
         progress.sent = Some(call.step);

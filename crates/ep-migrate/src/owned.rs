@@ -7,6 +7,8 @@ use ep_codec::{
     Error, GradientCodec, GradientEncoder, Host, Place, SharedExpert, Weight, WeightCodec, WeightEncoder,
 };
 
+use crate::bodies::Bodies;
+
 /// Encodes the weights of this rank's experts of one layer, step after step.
 pub(crate) struct Owned<T: Weight, P: Place = Host> {
     place: P,
@@ -15,6 +17,8 @@ pub(crate) struct Owned<T: Weight, P: Place = Host> {
     codec: WeightCodec,
     /// One for each of this rank's experts.
     encoders: Vec<WeightEncoder<T, P>>,
+    /// Bytes of the streams of the last step.
+    last_bytes: usize,
     /// Whether the receivers hold the weights in the mirrors of the encoders. False after [`restore`](Self::restore): the next
     /// message then begins with these weights.
     is_known: bool,
@@ -27,6 +31,8 @@ pub(crate) struct Returned<P: Place = Host> {
     elements: usize,
     /// One for each expert of the peer.
     encoders: Vec<GradientEncoder<P>>,
+    /// Bytes of the last message.
+    last_bytes: usize,
 }
 
 impl<T: Weight, P: Place> Owned<T, P> {
@@ -42,7 +48,7 @@ impl<T: Weight, P: Place> Owned<T, P> {
                 .map_err(|error| refused("weights", layer, expert, error))
         };
         let encoders = (0..experts).map(encoder).collect::<Result<_, _>>()?;
-        Ok(Self { place, layer, elements, codec, encoders, is_known: true })
+        Ok(Self { place, layer, elements, codec, encoders, last_bytes: 0, is_known: true })
     }
 
     /// Encodes all of this rank's experts. Returns the body of a message, and the number of streams that it has for
@@ -51,14 +57,17 @@ impl<T: Weight, P: Place> Owned<T, P> {
         &mut self,
         weights: P::Ref<'_, T>,
         shared: Option<&SharedExpert<T>>,
+        bodies: &Bodies,
     ) -> Result<(Vec<u8>, u16)> {
-        let mut body = Vec::new();
+        let mut body = bodies.take(with_slack(self.last_bytes));
         let encoded = self.encode_all(weights, shared, &mut body);
         if encoded.is_err() {
             // Nothing is sent, so the receivers lack what some encoders have already encoded.
             self.start_over();
         }
-        encoded.map(|streams| (body, streams))
+        let streams = encoded?;
+        self.last_bytes = body.len();
+        Ok((body, streams))
     }
 
     /// Makes the next stream of each expert complete: a receiver needs no earlier stream to decode it.
@@ -152,18 +161,23 @@ impl<P: Place> Returned<P> {
                 .map_err(|error| refused("gradients", layer, expert, error))
         };
         let encoders = (0..experts).map(encoder).collect::<Result<_, _>>()?;
-        Ok(Self { place, layer, elements, encoders })
+        Ok(Self { place, layer, elements, encoders, last_bytes: 0 })
     }
 
     /// Encodes the gradients of all experts of the peer.
-    pub(crate) fn encode<T: Weight>(&mut self, gradients: P::Ref<'_, T>) -> Result<Arc<Vec<u8>>> {
-        let mut body = Vec::new();
+    pub(crate) fn encode<T: Weight>(
+        &mut self,
+        gradients: P::Ref<'_, T>,
+        bodies: &Bodies,
+    ) -> Result<Arc<Vec<u8>>> {
+        let mut body = bodies.take(with_slack(self.last_bytes));
         for (expert, encoder) in self.encoders.iter_mut().enumerate() {
             encoder
                 .encode(expert_of::<P, T>(gradients, expert, self.elements), &mut body)
                 .map_err(|error| refused("gradients", self.layer, expert, error))?;
         }
-        Ok(Arc::new(body))
+        self.last_bytes = body.len();
+        Ok(bodies.keep(body))
     }
 
     pub(crate) fn save(&self) -> Result<Vec<Vec<u8>>, Error> {
@@ -176,6 +190,11 @@ impl<P: Place> Returned<P> {
         }
         Ok(())
     }
+}
+
+/// Room for a message that is a little longer than the last one: the streams of sparse codecs vary.
+fn with_slack(bytes: usize) -> usize {
+    bytes + bytes / 16
 }
 
 /// One expert of several that follow each other.

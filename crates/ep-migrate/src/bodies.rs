@@ -1,0 +1,58 @@
+//! The memory of messages, which later messages use again.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// Memory of messages. New memory costs a page fault for each page, which takes longer than encoding into it.
+#[derive(Debug, Default)]
+pub(crate) struct Bodies(Mutex<Vec<Arc<Vec<u8>>>>);
+
+impl Bodies {
+    /// Empty memory, with room for `bytes` bytes: that of a message that has left, if one had as many.
+    pub(crate) fn take(&self, bytes: usize) -> Vec<u8> {
+        let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let has_left = |body: &Arc<Vec<u8>>| Arc::strong_count(body) == 1 && body.capacity() >= bytes;
+        let smallest = (0..all.len()).filter(|&at| has_left(&all[at])).min_by_key(|&at| all[at].capacity());
+        let mut body = smallest.and_then(|at| Arc::into_inner(all.swap_remove(at))).unwrap_or_default();
+        body.clear();
+        body.reserve_exact(bytes);
+        body
+    }
+
+    /// Makes a message that is complete ready to be sent, and keeps its memory.
+    pub(crate) fn keep(&self, body: Vec<u8>) -> Arc<Vec<u8>> {
+        let body = Arc::new(body);
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).push(body.clone());
+        body
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_memory_of_a_message_that_has_left_is_used_again() {
+        let bodies = Bodies::default();
+        let mut body = bodies.take(100);
+        body.extend([7; 100]);
+        let first = bodies.keep(body);
+        let place = first.as_ptr();
+        // The message is on its way.
+        assert_ne!(bodies.take(50).as_ptr(), place);
+        drop(first);
+        assert_ne!(bodies.take(101).as_ptr(), place, "too small");
+        let again = bodies.take(50);
+        assert_eq!((again.as_ptr(), again.len()), (place, 0));
+        assert_ne!(bodies.take(50).as_ptr(), place, "taken");
+    }
+
+    #[test]
+    fn the_smallest_that_is_large_enough_is_taken() {
+        let bodies = Bodies::default();
+        let kept = [300, 100, 200].map(|bytes| bodies.keep(bodies.take(bytes)));
+        drop(kept);
+        assert_eq!(bodies.take(150).capacity(), 200);
+        assert_eq!(bodies.take(150).capacity(), 300);
+        assert_eq!(bodies.take(150).capacity(), 150);
+    }
+}
