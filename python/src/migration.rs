@@ -185,7 +185,7 @@ impl Migration {
 
     /// `weights` is `[experts_per_rank, elements]`.
     fn publish(&self, py: Python<'_>, layer: usize, weights: Span, stream: usize) -> Result<(), Failure> {
-        // SAFETY: Python's promise (`Engine` in hybrid_ep/migration/runtime.py).
+        // SAFETY: Python's promise (`Engine` in hybrid_ep/migration/engine.py).
         let result = py.detach(|| unsafe { self.of.publish(layer, weights, stream) });
         self.signals.settle(result.map_err(Failure::from))
     }

@@ -16,7 +16,7 @@ plan      ExpertDomains: which rank gathers from which, and which ranks exchange
 runtime   ExpertMigration: publish, gather, gradients, checkpoints
 layer     HybridMoELayer, and its experts
 guard     LossGuard: complete weights for the replicas when the loss rises
-carrier   messages between the ranks of an expert domain, or between all ranks, over torch.distributed
+carrier   messages between the ranks of an expert domain, or between all ranks
 dense     the reduction of dense gradients
 """
 

@@ -7,16 +7,14 @@ import contextlib
 import ctypes
 import json
 import os
-import secrets
 import weakref
 from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _native
 from .._gradients import sums_of_bits, unequal_start
@@ -30,8 +28,10 @@ from ..rendezvous import Meeting
 from .carrier import Carrier, connect
 from .copies import CopiesOfExperts
 from .dense import SECOND_PASS, DenseGradients, dense_parameters
+from .engine import Engine, span_of
 from .host_memory import HostMemory
 from .job_ranks import JobRanks
+from .membership import Ownership, agree, ranks_of
 from .plan import ExpertDomains
 
 if TYPE_CHECKING:
@@ -40,47 +40,7 @@ if TYPE_CHECKING:
     from .dense import Plan
     from .layer import HybridExperts
 
-__all__ = ["Engine", "ExpertMigration", "Ownership"]
-
-_Span: TypeAlias = tuple[int, int]
-
-
-class Engine(Protocol):
-    """What moves weights and gradients: `_native.Migration`. All calls may raise `PeerError`, and then raise it again.
-
-    A span is the address of a contiguous tensor, in main memory or in that of the GPU of the settings, and its number
-    of bytes. Calls come after the work of `stream`, the raw handle of a stream of that GPU, and return when theirs is
-    done."""
-
-    def publish(self, layer: int, weights: _Span, stream: int) -> None: ...
-    def start_over(self) -> None: ...
-    def gather(self, layer: int, replicas: _Span, stream: int) -> list[int]: ...
-    def send_gradients(self, layer: int, gradients: _Span, stream: int) -> None: ...
-    def reduce_gradients(self, layer: int, own: _Span, sum: _Span, stream: int) -> None: ...
-    def save(self) -> bytes: ...
-    def stats(self) -> dict[str, float]: ...
-    def close(self, at_once: bool) -> None: ...
-
-
-class Ownership(Shared):
-    """Which experts a rank owns, with the attributes of a buffer that `GroupedExperts` reads."""
-
-    def __init__(
-        self, plan: ExpertDomains, rank: int, num_experts: int, ep_group: dist.ProcessGroup, device: torch.device
-    ) -> None:
-        self.num_experts = num_experts
-        self.local_experts = plan.owned_by(rank, num_experts)
-        self.num_local_experts = len(self.local_experts)
-        self._group, self._device_type = ep_group, device.type
-        self._mesh: DeviceMesh | None = None
-
-    @property
-    def mesh(self) -> DeviceMesh | None:
-        """The ranks of the EP group as a device mesh, over which the parameters of experts are sharded; None for one
-        rank."""
-        if self._mesh is None and self._group.size() > 1:
-            self._mesh = DeviceMesh.from_group(self._group, self._device_type, mesh_dim_names=("ep",))
-        return self._mesh
+__all__ = ["ExpertMigration"]
 
 
 class ExpertMigration(Shared):
@@ -178,25 +138,7 @@ class ExpertMigration(Shared):
             if codec_device not in ("cpu", where.type):
                 either = '"cpu"' if where.type == "cpu" else f'"cpu" or "{where.type}"'
                 raise CallerError(f"codec_device is {codec_device!r}, must be {either} with tensors on {where}")
-            if plan.ranks != group.size():
-                stages = len(plan.stages)
-                remedy = (
-                    f"; the plan has {stages} pipeline stages: pass group=, this stage's ranks" if stages > 1 else ""
-                )
-                raise CallerError(f"plan: is for {plan.ranks} ranks, and the group has {group.size()}{remedy}")
-            ranks = tuple(dist.get_process_group_ranks(group))
-            if len(plan.stages) > 1 and ranks not in plan.stages:
-                raise CallerError(
-                    f"group: has ranks {[*ranks]}, which are not a pipeline stage of the plan; pass those of this "
-                    "rank's stage, plan.stages[plan.stage_of(rank)]"
-                )
-            of_group = len(plan.ep_groups[0])
-            if num_experts < 1 or num_experts % of_group:
-                which = " of an EP group" if len(plan.ep_groups) > 1 else ""
-                raise CallerError(
-                    f"num_experts is {num_experts}, must be a multiple of the number of ranks{which}, {of_group}"
-                )
-            own_group = _ep_group(plan, group, ep_group, ranks)
+            ranks, own_group = ranks_of(plan, group, ep_group, num_experts)
             if not timeout > 0:
                 raise CallerError(f"timeout is {timeout}, must be greater than 0")
             settings = {
@@ -214,7 +156,7 @@ class ExpertMigration(Shared):
                 "domains": domains,
                 "device": where.type,
             }
-            self._run = _agree(meeting, settings)
+            self._run = agree(meeting, settings)
         meeting.end()
         self._process = os.getpid()
         self.plan, self.num_experts, self.rank = plan, num_experts, group.rank()
@@ -351,7 +293,7 @@ class ExpertMigration(Shared):
     def _publish(self, engine: Engine, index: int, own: Tensor) -> None:
         try:
             with self._dense.explained():
-                engine.publish(index, _span(own), self._stream())
+                engine.publish(index, span_of(own), self._stream())
         except CallerError:
             if index > 0:
                 # Other layers are in the next step already. The peers would wait for this one.
@@ -470,7 +412,7 @@ class ExpertMigration(Shared):
             return total.copy_(own)
         # The engine sums where it decodes; sums over EP groups are in main memory.
         sums = total if total.device == own.device else torch.empty_like(total, device=own.device)
-        engine.reduce_gradients(index, _span(own), _span(sums), self._stream())
+        engine.reduce_gradients(index, span_of(own), span_of(sums), self._stream())
         return total if sums is total else total.copy_(sums)
 
     def _stream(self) -> int:
@@ -545,7 +487,7 @@ class ExpertMigration(Shared):
             return
         if engine is not None:
             with self._dense.explained():
-                experts.replica_steps = engine.gather(index, _span(experts.host_replicas), self._stream())
+                experts.replica_steps = engine.gather(index, span_of(experts.host_replicas), self._stream())
             experts.take_replicas()
         experts.gathered = self._step
 
@@ -564,7 +506,7 @@ class ExpertMigration(Shared):
             return
         if (engine := self._started()) is not None:
             gradients = self.host_memory.read(experts.replica_gradient())
-            engine.send_gradients(index, _span(gradients), self._stream())
+            engine.send_gradients(index, span_of(gradients), self._stream())
         experts.note_sent()
 
     def _started(self) -> Engine | None:
@@ -703,24 +645,6 @@ class ExpertMigration(Shared):
         )
 
 
-def _ep_group(
-    plan: ExpertDomains, group: dist.ProcessGroup, ep_group: dist.ProcessGroup | None, ranks: tuple[int, ...]
-) -> dist.ProcessGroup:
-    """Returns the process group of this rank's EP group. `ranks` are those of `group` in the job."""
-    expected = tuple(ranks[place] for place in plan.ep_group_of(group.rank()))
-    if ep_group is None:
-        if len(plan.ep_groups) == 1:
-            return group
-        raise CallerError(
-            f"ep_group: the plan has {len(plan.ep_groups)} EP groups; pass the process group of this rank's, ranks "
-            f"{[*expected]}"
-        )
-    found = tuple(dist.get_process_group_ranks(ep_group))
-    if found != expected:
-        raise CallerError(f"ep_group: has ranks {[*found]}, must have those of this rank's EP group, {[*expected]}")
-    return ep_group
-
-
 def _dense_hook(migration: ExpertMigration) -> Callable[[Plan, int, Tensor], None]:
     # Parameters hold the hook. A hook that holds the migration would keep it as long as the model lives.
     weak = weakref.ref(migration)
@@ -731,27 +655,6 @@ def _dense_hook(migration: ExpertMigration) -> Callable[[Plan, int, Tensor], Non
             living._dense.complete(plan, bucket, parameter, living._last_step)
 
     return complete
-
-
-def _span(tensor: Tensor) -> _Span:
-    return tensor.data_ptr(), tensor.nbytes
-
-
-def _agree(meeting: Meeting, settings: dict[str, Any]) -> int:
-    """Checks that all ranks passed the same arguments. Returns a new number, the same on all ranks."""
-    own = json.dumps([settings, secrets.randbits(63)]).encode()
-    found = [json.loads(one) for one in meeting.all_gather(own)]
-    first: dict[str, Any]
-    run: int
-    first, run = found[0]
-    for rank, (theirs, _) in enumerate(found):
-        for name, value in first.items():
-            if theirs.get(name) != value:
-                raise CallerError(
-                    f"{name} is {value!r} on rank 0 and {theirs.get(name)!r} on rank {rank}; it must be the same on "
-                    "every rank"
-                )
-    return run
 
 
 _open: weakref.WeakSet[ExpertMigration] = weakref.WeakSet()

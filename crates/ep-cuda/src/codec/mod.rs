@@ -1,17 +1,19 @@
 //! [`GpuPlace`]: the memory of a GPU as a place of experts, whose codecs then run on the GPU.
 //!
-//! Kernels read and write payloads in pinned host memory, so encoding and decoding are one pass over the elements, which crosses
-//! PCIe once, with the encoded bytes. The largest residuals are found in two passes: the first counts residuals by the upper bits
-//! of their magnitude, and from the counts the host derives a floor that about half more than k residuals reach in weights of a
-//! normal distribution. The second pass collects these. The exact selection among them, and the entropy coding, are the CPU's.
+//! Kernels read and write payloads in pinned host memory, so encoding and decoding are one pass over the elements, and only encoded
+//! bytes cross PCIe. The largest residuals are found in two passes: the first counts residuals by the upper bits of their magnitude,
+//! and from the counts the host derives a floor. With weights of a normal distribution, k to 1.5 k residuals are above it. The second
+//! pass collects these. The exact selection among them, and the entropy coding, are the CPU's.
 //!
-//! | pass | bytes of GPU memory per element of N bytes |
+//! | what | accesses to GPU memory, in bytes for each element of N bytes |
 //! |---|---|
 //! | `int8`: encode, decode | N |
-//! | `int8` with a carry | 2 N + 12, of which N for the check that comes before |
+//! | `int8` with a carry | N + 8 |
 //! | decode and add to an f32 sum | 8 |
-//! | residuals of a base | 4 N |
-//! | residuals of a carry | 2 N + 16, likewise |
+//! | residuals of weights (`delta`) | 4 N |
+//! | residuals of a gradient with a carry (`topk`) | N + 16 |
+//!
+//! A migration reads gradients once more, to check them before it changes anything.
 
 mod machine;
 #[cfg(test)]
