@@ -3,9 +3,10 @@
     torchrun --nproc-per-node 2 benches/migration_codecs.py
     torchrun --nproc-per-node 2 benches/migration_codecs.py --weights delta:0.01 --gradients topk:0.01
 
-Prints a row for each place of the codecs: medians over the steps, of rank 0, in milliseconds. `encode` and `decode` are the time
-in the codecs, weights and gradients together; `publish`, `gather` and `reduce` are the calls, with copies between GPU and main
-memory and with the transfer of the messages. A line before says how many bytes a step reads and sends.
+Prints a row for each place of the codecs: medians over the steps, of rank 0, in milliseconds. `encode` and `decode` are
+the time in the codecs, weights and gradients together; `publish`, `gather` and `reduce` are the calls, with copies
+between GPU and main memory and with the transfer of the messages. A line before says how many bytes a step reads and
+sends.
 """
 
 from __future__ import annotations

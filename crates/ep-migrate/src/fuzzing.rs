@@ -1,12 +1,13 @@
 //! Entry points for the target in `fuzz/`: bytes that a peer could send, and saved states that a user could open.
 
 use ep::{Element, Rank, Result};
-use ep_codec::{SharedExpert, reseal, reseal_state, xxh64};
+use ep_codec::{Host, SharedExpert, reseal, reseal_state, xxh64};
 
+use crate::bodies::Bodies;
 use crate::header::{HEADER_BYTES, Header, Kind};
 use crate::inbox::Message;
 use crate::owned::{Owned, Returned};
-use crate::replicas::{Decoded, Replicas, SharedExperts};
+use crate::replicas::{Decoded, Replicas, SharedExperts, Undecoded};
 use crate::settings::{Domain, Settings, Shape};
 use crate::state::Saved;
 
@@ -61,14 +62,15 @@ pub fn weights(script: &[u8]) {
     let header = Header { streams, step: 5, ..Header::bare(Kind::Weights, Rank(1), 0) };
     let mut replicas = Replicas::new(EXPERTS, ELEMENTS);
     let mut out = vec![0.0; EXPERTS * ELEMENTS];
-    let decoded = replicas.decode(&Message { header, body }, has_part, &shared, &mut out);
+    let decoded = replicas.decode(&Host, &Message { header, body }, has_part, &shared, &mut out);
     match decoded {
         Ok(Decoded::Done(part)) => {
             assert_eq!(part.map(|part| part.len()), has_part.then_some(ELEMENTS));
             assert_eq!(replicas.step, Some(5));
         }
         Ok(Decoded::LacksBase | Decoded::LacksShared) => assert_eq!(replicas.step, None),
-        Err(problem) => assert!(!problem.is_empty() && replicas.step.is_none()),
+        Err(Undecoded::Message(problem)) => assert!(!problem.is_empty() && replicas.step.is_none()),
+        Err(Undecoded::Place(error)) => panic!("main memory does not fail: {error}"),
     }
 }
 
@@ -93,8 +95,8 @@ impl Fixed {
 
     fn layer(&self) -> (Owned<f32>, Vec<Returned>, SharedExperts<f32>) {
         let Settings { weights, gradients, .. } = self.settings;
-        let owned = Owned::new(0, weights, EXPERTS, ELEMENTS).expect("a density in range");
-        let returned = Returned::new(0, gradients, EXPERTS, ELEMENTS).expect("a density in range");
+        let owned = Owned::new(Host, 0, weights, EXPERTS, ELEMENTS).expect("a density in range");
+        let returned = Returned::new(Host, 0, gradients, EXPERTS, ELEMENTS).expect("a density in range");
         (owned, vec![returned], SharedExperts::new(2))
     }
 
@@ -108,8 +110,9 @@ impl Fixed {
         let (mut owned, mut returned, mut shared) = self.layer();
         saved.restore(0, &mut owned, &mut returned, self.settings.gradients, &mut shared)?;
         assert!(shared.known().all(|shared| shared.weights().len() == ELEMENTS));
-        let _ = owned.encode(&[1.0; EXPERTS * ELEMENTS], shared.newest());
-        let _ = returned[0].encode(&[1.0_f32; EXPERTS * ELEMENTS]);
+        let bodies = Bodies::default();
+        let _ = owned.encode(&[1.0; EXPERTS * ELEMENTS], shared.newest(), &bodies);
+        let _ = returned[0].encode(&[1.0_f32; EXPERTS * ELEMENTS], &bodies);
         Ok(())
     }
 }
@@ -150,11 +153,12 @@ pub fn state_of(shared: bool) -> Result<Vec<u8>> {
         all.learn(SharedExpert::from_weights(vec![0.5; ELEMENTS]).expect("finite weights"));
     }
     let numbers: Vec<f32> = (0..EXPERTS * ELEMENTS).map(|at| at as f32 / 8.0).collect();
-    owned.encode(&numbers, all.newest())?;
-    returned[0].encode(&numbers)?;
+    let bodies = Bodies::default();
+    owned.encode(&numbers, all.newest(), &bodies)?;
+    returned[0].encode(&numbers, &bodies)?;
     let mut saved = fixed.saved(3);
     let head = saved.to_bytes().len() - CHECK;
-    saved.push(&owned, &returned, &all);
+    saved.push(&owned, &returned, &all).expect("main memory does not fail");
     let bytes = saved.to_bytes();
     let input = [&[shared.into()], &bytes[head..bytes.len() - CHECK]].concat();
     fixed.restore(&saved).map(|()| input)
