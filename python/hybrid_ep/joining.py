@@ -258,10 +258,14 @@ class Joined(Shared):
     def reserve(self, *, max_tokens: int | None = None, max_hidden: int | None = None) -> None:
         """Makes room for larger calls between the NVLink domains of GPUs. Collective.
 
-        In one domain, and on the CPU, calls have no maximum, and this method has no effect. The same is true if there
-        is room already. Otherwise the ranks join again, which takes as long as making a buffer; until then the memory
-        between domains exists twice. Everything that holds the buffer, such as a layer, may go on using it. Handles
-        from before no longer fit, and CUDA graphs must be captured again to use the new room.
+        In one domain, and on the CPU, calls have no maximum, and this method has no effect. The same is true if all
+        ranks have room already; but ranks that the environment of a launcher describes always join again. Joining again
+        takes as long as making a buffer. Meanwhile both the old and the new memory exist; the old one is freed once no
+        tensor, handle or CUDA graph uses it.
+
+        Everything that holds the buffer, such as a layer, may go on using it. Handles made before are refused, also in
+        the backward pass of an earlier forward pass. CUDA graphs captured before keep using the old memory. Counters of
+        `traffic` start again. Do not call it while another thread captures a graph on this GPU.
 
         Args:
             max_tokens: The number of tokens of a rank in a call. Ranks may give different numbers: the largest applies.
@@ -270,30 +274,29 @@ class Joined(Shared):
         Raises:
             CallerError: An argument is out of range, a CUDA graph is being captured, or the buffer was made by
                 `Buffer.threads` or by a migration.
-            SetupError: There is too little memory. The buffer is then as it was, like after a `PeerError`.
-            PeerError: A rank did not call the method in time.
+            SetupError: There is too little memory. The buffer is unchanged.
+            PeerError: A rank did not call the method in time, or failed. The buffer is unchanged.
         """
-        for name, value in (("max_tokens", max_tokens), ("max_hidden", max_hidden)):
-            if value is not None:
-                ops.check_count(name, value)
         if not self._is_bounded:
+            _check_room(max_tokens, max_hidden)
             return
         if self._settings is None:
             raise CallerError(
                 "reserve: only the ranks of a process group, or of a launcher's environment, can join again; give "
                 "max_tokens and max_hidden when the buffers are made"
             )
-        if self.device.type == "cuda" and is_capturing(self.device):
-            raise CallerError("reserve: a CUDA graph is being captured, and the ranks must meet: call it before")
-        self.synchronize()
-        settings = self._settings.copy()
-        settings["max_tokens"] = max(max_tokens or 0, settings["max_tokens"] or 0) or None
-        settings["max_hidden"] = max(max_hidden or 0, settings["max_hidden"] or 0) or None
-        if self._group is None:
-            native = _native.Buffer.launched(settings)
-        else:
-            meeting = Meeting.of(self._group, "call of reserve")
-            with meeting.reported():
+        meeting = None if self._group is None else Meeting.of(self._group, "call of reserve")
+        with contextlib.nullcontext() if meeting is None else meeting.reported():
+            _check_room(max_tokens, max_hidden)
+            if self.device.type == "cuda" and is_capturing(self.device):
+                raise CallerError("reserve: a CUDA graph is being captured, and the ranks must meet: call it before")
+            self.synchronize()
+            settings = self._settings.copy()
+            settings["max_tokens"] = max(max_tokens or 0, settings["max_tokens"] or 0) or None
+            settings["max_hidden"] = max(max_hidden or 0, settings["max_hidden"] or 0) or None
+            if meeting is None:
+                native = _native.Buffer.launched(settings)
+            else:
                 meeting.timeout = _native.timeout_of(settings)
                 has_room = self._end.native.has_room(settings)
                 if all(one == b"room" for one in meeting.all_gather(b"room" if has_room else b"none")):
@@ -341,6 +344,12 @@ class Joined(Shared):
             f"Buffer(rank={self.rank}, world_size={self.world_size}, num_experts={self.num_experts}, "
             f"device={str(self.device)!r})"
         )
+
+
+def _check_room(max_tokens: int | None, max_hidden: int | None) -> None:
+    for name, value in (("max_tokens", max_tokens), ("max_hidden", max_hidden)):
+        if value is not None:
+            ops.check_count(name, value)
 
 
 def _joined(meeting: Meeting, settings: _native.Settings) -> _native.Buffer:

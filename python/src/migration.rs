@@ -65,8 +65,8 @@ trait Typed: Send + Sync {
 trait Lender: Place {
     /// Makes later calls wait for PyTorch's current stream.
     unsafe fn follow(&self, stream: usize) -> ep::Result<()>;
-    unsafe fn lend<'a, T: Weight>(span: Span) -> Self::Ref<'a, T>;
-    unsafe fn lend_mut<'a, T: Weight>(span: Span) -> Self::Mut<'a, T>;
+    unsafe fn lend<'a, T: Weight>(&self, span: Span) -> Self::Ref<'a, T>;
+    unsafe fn lend_mut<'a, T: Weight>(&self, span: Span) -> Self::Mut<'a, T>;
 }
 
 impl Lender for Host {
@@ -74,12 +74,12 @@ impl Lender for Host {
         Ok(())
     }
 
-    unsafe fn lend<'a, T: Weight>(span: Span) -> &'a [T] {
+    unsafe fn lend<'a, T: Weight>(&self, span: Span) -> &'a [T] {
         // SAFETY: as for the functions of `Typed`.
         unsafe { span.elements() }
     }
 
-    unsafe fn lend_mut<'a, T: Weight>(span: Span) -> &'a mut [T] {
+    unsafe fn lend_mut<'a, T: Weight>(&self, span: Span) -> &'a mut [T] {
         // SAFETY: as for the functions of `Typed`.
         unsafe { span.elements_mut() }
     }
@@ -91,14 +91,14 @@ impl Lender for GpuPlace {
         unsafe { self.follow(stream as *mut _) }
     }
 
-    unsafe fn lend<'a, T: Weight>(Span(address, bytes): Span) -> GpuRef<'a, T> {
+    unsafe fn lend<'a, T: Weight>(&self, Span(address, bytes): Span) -> GpuRef<'a, T> {
         // SAFETY: as for the functions of `Typed`; `follow` was called.
-        unsafe { GpuRef::new(address as u64, bytes / size_of::<T>()) }
+        unsafe { GpuPlace::lend(self, address as u64, bytes / size_of::<T>()) }
     }
 
-    unsafe fn lend_mut<'a, T: Weight>(Span(address, bytes): Span) -> GpuMut<'a, T> {
+    unsafe fn lend_mut<'a, T: Weight>(&self, Span(address, bytes): Span) -> GpuMut<'a, T> {
         // SAFETY: as above.
-        unsafe { GpuMut::new(address as u64, bytes / size_of::<T>()) }
+        unsafe { GpuPlace::lend_mut(self, address as u64, bytes / size_of::<T>()) }
     }
 }
 
@@ -112,7 +112,7 @@ impl<T: Weight, P: Lender> Typed for At<T, P> {
         // SAFETY: the caller's promise.
         let weights = unsafe {
             self.place.follow(stream)?;
-            P::lend::<T>(weights)
+            self.place.lend::<T>(weights)
         };
         self.migration.publish(layer, weights)
     }
@@ -125,7 +125,7 @@ impl<T: Weight, P: Lender> Typed for At<T, P> {
         // SAFETY: the caller's promise.
         let replicas = unsafe {
             self.place.follow(stream)?;
-            P::lend_mut::<T>(replicas)
+            self.place.lend_mut::<T>(replicas)
         };
         self.migration.gather(layer, replicas)
     }
@@ -134,7 +134,7 @@ impl<T: Weight, P: Lender> Typed for At<T, P> {
         // SAFETY: the caller's promise.
         let gradients = unsafe {
             self.place.follow(stream)?;
-            P::lend::<T>(gradients)
+            self.place.lend::<T>(gradients)
         };
         self.migration.send_gradients(layer, gradients)
     }
@@ -143,7 +143,7 @@ impl<T: Weight, P: Lender> Typed for At<T, P> {
         // SAFETY: the caller's promise.
         let (own, sum) = unsafe {
             self.place.follow(stream)?;
-            (P::lend::<T>(own), P::lend_mut::<f32>(sum))
+            (self.place.lend::<T>(own), self.place.lend_mut::<f32>(sum))
         };
         self.migration.reduce_gradients(layer, own, sum)
     }

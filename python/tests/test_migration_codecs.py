@@ -68,6 +68,7 @@ def _on_a_gpu(here: Rank, options: dict[str, Any]) -> None:
             model = hybrid(migration, working_dtype=torch.bfloat16).to(here.device)
             optimizer = adam(model)
             losses = train_hybrid(migration, model, range(5), optimizer)
+            assert model[1].experts.host_replicas.device.type == codec_device, "what the engine decodes into"
             replicas = model[1].experts.replicas().clone()
             found.append((losses, replicas, [*model.parameters()], migration.stats()["weights_sent"]))
     (losses, replicas, parameters, sent), other = found

@@ -168,9 +168,14 @@ def _reserve_on_the_cpu(rank: int, ranks: int, store: str) -> None:
         with pytest.raises(CallerError, match="handle"):
             buffer.dispatch(torch.zeros(1, 16), handle=handle)
         check_round(buffer, 2)
-        with pytest.raises(CallerError, match="max_tokens"):
-            buffer.reserve(max_tokens=0)
+        # An error of one rank reaches the others at once, and the next call works.
+        with pytest.raises(CallerError if rank == 1 else PeerError, match="max_tokens") as refused:
+            buffer.reserve(max_tokens=0 if rank == 1 else 9)
+        if isinstance(refused.value, PeerError):
+            assert (refused.value.peer, refused.value.fault) == (1, "failed")
         check_round(buffer, 3)
+        buffer.reserve(max_tokens=8)
+        check_round(buffer, 4)
 
 
 def test_ranks_join_again_if_one_lacks_room() -> None:

@@ -76,12 +76,13 @@ impl<P: Place> GradientEncoder<P> {
         Ok(Self { place, codec, elements, carry })
     }
 
-    /// Appends one stream to `out`. `gradient` has shape `[elements]`. After an error `out` and the carry are unchanged.
+    /// Appends one stream to `out`. `gradient` has shape `[elements]`. After an error `out` is unchanged, and so is the carry, unless the
+    /// place has failed: the encoder must not be used again then.
     ///
     /// # Errors
     /// [`CallerError::Length`] when the gradient's length is not `elements`. [`CallerError::NotFinite`], for all codecs
     /// except [`GradientCodec::Exact`], when an element of the gradient is NaN or infinite, or its sum with the carry
-    /// overflows. [`Error::Place`](crate::Error::Place) when the place has failed; the carry is then unspecified.
+    /// overflows. [`Error::Place`](crate::Error::Place) when the place has failed.
     pub fn encode<T: Weight>(&mut self, gradient: P::Ref<'_, T>, out: &mut Vec<u8>) -> Result<StreamInfo> {
         check_length(Operand::Gradient, self.elements, P::len(gradient))?;
         match self.codec {

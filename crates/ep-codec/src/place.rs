@@ -18,11 +18,11 @@ const COPIED: usize = 1 << 18;
 /// The memory that the elements of experts are in, and the passes of the codecs over them.
 ///
 /// Streams are in main memory. What reads or writes every element is a function of a place, so that the elements of a GPU
-/// need not be copied to main memory first. [`Host`] is main memory. All places give the same bits; payloads and
-/// arithmetic are documented with the codecs.
+/// need not be copied to main memory first. [`Host`] is main memory. All places give the same bits, apart from those of NaN;
+/// payloads and arithmetic are documented with the codecs.
 ///
-/// A function returns when its results are complete. The lengths of its arguments agree: encoders and decoders have checked
-/// them.
+/// A function returns when its results are complete. It panics if the lengths of its arguments do not agree, which encoders
+/// and decoders have checked.
 ///
 /// # Errors
 /// A function of a place returns [`Error::Place`](crate::Error::Place) if the place has failed. Functions of [`Host`] return
@@ -65,11 +65,17 @@ pub trait Place: Debug + Clone + Send + Sync + 'static {
     /// Keeps `elements` zeros.
     fn zeros<T: Weight>(&self, elements: usize) -> Result<Self::Vec<T>>;
 
+    /// Appends elements to bytes of main memory, as they are.
+    fn append<T: Weight>(&self, from: Self::Ref<'_, T>, out: &mut Vec<u8>) -> Result<()>;
+
     /// Copies elements to main memory, as they are.
     fn read<T: Weight>(&self, from: Self::Ref<'_, T>, out: &mut [u8]) -> Result<()>;
 
     /// Copies elements from main memory, as they are.
     fn write<T: Weight>(&self, bytes: &[u8], to: Self::Mut<'_, T>) -> Result<()>;
+
+    /// Writes elements of main memory, plus the entries of each block: one f32 addition each, rounded to `T`.
+    fn write_sums<T: Weight>(&self, base: &[T], entries: &[Entries], to: Self::Mut<'_, T>) -> Result<()>;
 
     /// Sets elements to zero.
     fn clear<T: Weight>(&self, elements: Self::Mut<'_, T>) -> Result<()>;
@@ -111,9 +117,9 @@ pub trait Place: Debug + Clone + Send + Sync + 'static {
         carry: &mut Self::Vec<f32>,
     ) -> Result<Option<usize>>;
 
-    /// The residuals `expert - base`, or `expert` without a base, one f32 subtraction each: at least the `k` largest by
-    /// magnitude, with all that are equal to the smallest of these, and all that are not finite. One value for each
-    /// [`BLOCK`](residual::BLOCK) of elements.
+    /// The residuals `expert - base`, or `expert` without a base, one f32 subtraction each. Returns one [`Entries`] for each
+    /// [`BLOCK`](residual::BLOCK) of elements. Together they have every residual whose magnitude is at least that of the
+    /// k-th largest, every one that is not finite, and possibly others.
     fn residuals<T: Weight>(
         &self,
         expert: Self::Ref<'_, T>,
@@ -192,6 +198,16 @@ impl Place for Host {
 
     fn zeros<T: Weight>(&self, elements: usize) -> Result<Vec<T>> {
         Ok(vec![T::from_f32(0.0); elements])
+    }
+
+    fn append<T: Weight>(&self, from: &[T], out: &mut Vec<u8>) -> Result<()> {
+        out.extend_from_slice(bytemuck::cast_slice(from));
+        Ok(())
+    }
+
+    fn write_sums<T: Weight>(&self, base: &[T], entries: &[Entries], to: &mut [T]) -> Result<()> {
+        residual::add_onto(entries, base, to);
+        Ok(())
     }
 
     fn read<T: Weight>(&self, from: &[T], out: &mut [u8]) -> Result<()> {

@@ -73,7 +73,7 @@ impl WeightDecoder {
         place: &P,
         bytes: &[u8],
         shared: Option<&SharedExpert<T>>,
-        mut replica: P::Mut<'_, T>,
+        replica: P::Mut<'_, T>,
     ) -> Result<StreamInfo> {
         let (info, payload) = open(bytes)?;
         if info.content != Content::Weights {
@@ -91,11 +91,7 @@ impl WeightDecoder {
             StreamCodec::Shared => {
                 let shared = shared.ok_or(CallerError::NoShared)?;
                 let entries = read_onto_shared(info, payload, shared)?;
-                place.write(
-                    bytemuck::cast_slice(shared.weights()),
-                    P::part_mut(&mut replica, 0..self.elements),
-                )?;
-                place.add_entries(&entries, replica)?;
+                place.write_sums(shared.weights(), &entries, replica)?;
             }
             StreamCodec::Delta => {
                 self.check_base(info)?;

@@ -258,9 +258,9 @@ fn append_whole<P: Place, T: Weight>(
     out: &mut Vec<u8>,
 ) -> Result<StreamInfo> {
     let start = out.len();
-    out.resize(start + HEADER + P::len(elements) * size_of::<T>(), 0);
-    let read = place.read(elements, &mut out[start + HEADER..]);
-    read.inspect_err(|_| out.truncate(start))?;
+    out.reserve(HEADER + P::len(elements) * size_of::<T>());
+    out.resize(start + HEADER, 0);
+    place.append(elements, out).inspect_err(|_| out.truncate(start))?;
     Ok(seal(&mut out[start..], header))
 }
 

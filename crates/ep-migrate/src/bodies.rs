@@ -7,12 +7,16 @@ use std::sync::{Arc, Mutex, PoisonError};
 pub(crate) struct Bodies(Mutex<Vec<Arc<Vec<u8>>>>);
 
 impl Bodies {
-    /// Empty memory, with room for `bytes` bytes: that of a message that has left, if one had as many.
+    /// Empty memory, with room for `bytes` bytes: that of a message that has left, if one had as many. If none had, the largest
+    /// of them is freed, so that there is never more memory than once was under way.
     pub(crate) fn take(&self, bytes: usize) -> Vec<u8> {
         let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let has_left = |body: &Arc<Vec<u8>>| Arc::strong_count(body) == 1 && body.capacity() >= bytes;
-        let smallest = (0..all.len()).filter(|&at| has_left(&all[at])).min_by_key(|&at| all[at].capacity());
-        let mut body = smallest.and_then(|at| Arc::into_inner(all.swap_remove(at))).unwrap_or_default();
+        let free: Vec<usize> = (0..all.len()).filter(|&at| Arc::strong_count(&all[at]) == 1).collect();
+        let fits = free.iter().copied().filter(|&at| all[at].capacity() >= bytes);
+        let smallest = fits.min_by_key(|&at| all[at].capacity());
+        let largest = free.iter().copied().max_by_key(|&at| all[at].capacity());
+        let taken = smallest.or(largest).and_then(|at| Arc::into_inner(all.swap_remove(at)));
+        let mut body = taken.filter(|body| body.capacity() >= bytes).unwrap_or_default();
         body.clear();
         body.reserve_exact(bytes);
         body
@@ -38,7 +42,6 @@ mod tests {
         let message = bodies.keep(body);
         assert_eq!(bodies.take(50).capacity(), 50, "the message is on its way");
         drop(message);
-        assert_eq!(bodies.take(101).capacity(), 101, "it is too small");
         let again = bodies.take(50);
         assert_eq!((again.capacity(), again.len()), (100, 0));
         assert_eq!(bodies.take(50).capacity(), 50, "it is taken");
@@ -52,5 +55,15 @@ mod tests {
         assert_eq!(bodies.take(150).capacity(), 200);
         assert_eq!(bodies.take(150).capacity(), 300);
         assert_eq!(bodies.take(150).capacity(), 150);
+    }
+
+    #[test]
+    fn messages_that_grow_leave_no_memory_behind() {
+        let bodies = Bodies::default();
+        for bytes in 100..1000 {
+            let under_way = [0; 3].map(|_| bodies.keep(bodies.take(bytes)));
+            assert!(under_way.iter().all(|body| body.capacity() >= bytes));
+            assert_eq!(bodies.0.lock().unwrap().len(), 3);
+        }
     }
 }

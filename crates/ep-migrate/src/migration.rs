@@ -27,8 +27,8 @@ use crate::threads::{GRACE, join_within_grace};
 ///
 /// Weights, replicas and gradients are at a [`Place`]: in main memory, or in the memory of a GPU.
 ///
-/// After a [`Peer`](ep::Error::Peer) error every later call returns the same error. Dropping the value
-/// [closes](Self::close) it.
+/// After a [`Peer`](ep::Error::Peer) error, and after an error of the place, every later call returns the same error. Dropping
+/// the value [closes](Self::close) it.
 pub struct Migration<T: Weight, P: Place = Host> {
     place: P,
     domain: Domain,
@@ -252,6 +252,10 @@ impl<T: Weight, P: Place> Migration<T, P> {
     /// [`CallerError`] if the shape does not fit, a weight is not finite, or `2 (2 + staleness)` steps were published and none
     /// was gathered: nothing is sent then, and the step has not begun. [`PeerError`](ep::PeerError) if a peer is lost.
     pub fn publish(&self, layer: usize, weights: P::Ref<'_, T>) -> Result<()> {
+        self.ended(self.publish_now(layer, weights))
+    }
+
+    fn publish_now(&self, layer: usize, weights: P::Ref<'_, T>) -> Result<()> {
         self.check_length("weights of this rank's experts", layer, P::len(weights), 1)?;
         let mut publisher = lock(&self.owned[layer]);
         let step = publisher.published;
@@ -325,7 +329,11 @@ impl<T: Weight, P: Place> Migration<T, P> {
     /// # Errors
     /// [`CallerError`] if the shape does not fit, or if the layer was not published.
     /// [`PeerError`](ep::PeerError) if a peer is lost, late, or sends what cannot be decoded.
-    pub fn gather(&self, layer: usize, mut replicas: P::Mut<'_, T>) -> Result<Vec<u64>> {
+    pub fn gather(&self, layer: usize, replicas: P::Mut<'_, T>) -> Result<Vec<u64>> {
+        self.ended(self.gather_now(layer, replicas))
+    }
+
+    fn gather_now(&self, layer: usize, mut replicas: P::Mut<'_, T>) -> Result<Vec<u64>> {
         let peers = self.domain.peers();
         self.check_length("replicas", layer, P::len_mut(&replicas), peers.len())?;
         let call = self.call(Operator::Gather, layer)?;
@@ -425,6 +433,10 @@ impl<T: Weight, P: Place> Migration<T, P> {
     /// [`CallerError`] if the shape does not fit, a gradient is not finite, or the gradients of this step were sent: nothing is
     /// sent then. [`PeerError`](ep::PeerError) if a peer is lost.
     pub fn send_gradients(&self, layer: usize, gradients: P::Ref<'_, T>) -> Result<()> {
+        self.ended(self.send_gradients_now(layer, gradients))
+    }
+
+    fn send_gradients_now(&self, layer: usize, gradients: P::Ref<'_, T>) -> Result<()> {
         let peers = self.domain.peers().len();
         self.check_length("gradients of replicas", layer, P::len(gradients), peers)?;
         let call = self.call(Operator::Reduce, layer)?;
@@ -472,7 +484,11 @@ impl<T: Weight, P: Place> Migration<T, P> {
     /// # Errors
     /// [`CallerError`] if a shape does not fit, or if [`send_gradients`](Self::send_gradients) was not called in this step.
     /// [`PeerError`](ep::PeerError) if a peer is lost, late, or sends what cannot be decoded.
-    pub fn reduce_gradients(&self, layer: usize, own: P::Ref<'_, T>, mut sum: P::Mut<'_, f32>) -> Result<()> {
+    pub fn reduce_gradients(&self, layer: usize, own: P::Ref<'_, T>, sum: P::Mut<'_, f32>) -> Result<()> {
+        self.ended(self.reduce_gradients_now(layer, own, sum))
+    }
+
+    fn reduce_gradients_now(&self, layer: usize, own: P::Ref<'_, T>, mut sum: P::Mut<'_, f32>) -> Result<()> {
         self.check_length("gradients of this rank's experts", layer, P::len(own), 1)?;
         let elements = P::len_mut(&sum);
         self.check_length("sum of gradients", layer, elements, 1)?;
@@ -593,6 +609,15 @@ impl<T: Weight, P: Place> Migration<T, P> {
         }
         self.post.close(patience);
         join_within_grace(lock(&self.threads).drain(..));
+    }
+
+    /// Ends the migration, for the peers, too, if the place of the elements has failed in a call: what encoders keep and decoders
+    /// have taken is unknown then.
+    fn ended<R>(&self, result: Result<R>) -> Result<R> {
+        result.map_err(|error| match error {
+            error @ ep::Error::Environment(_) => self.post.fail(error),
+            error => error,
+        })
     }
 
     /// The step of a call that belongs to the last published step.

@@ -19,8 +19,9 @@ class HostMemory:
     def __init__(self, device: torch.device, copies: bool | None = None) -> None:
         self._pinned = device.type == "cuda"
         self.copies = device.type != "cpu" if copies is None else copies
-        # One for all layers: the engine needs the values only during one call.
+        # One of each for all layers: the engine needs the values only during one call.
         self._scratch = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._sum = torch.empty(0, dtype=torch.float32, device="cpu")
 
     def counterpart(self, tensor: Tensor) -> Tensor:
         """Returns host memory of its own for a tensor, filled with zeros; the tensor itself if it is not copied."""
@@ -38,3 +39,11 @@ class HostMemory:
         if self._scratch.nbytes < tensor.nbytes:
             self._scratch = torch.empty(tensor.nbytes, dtype=torch.uint8, device="cpu", pin_memory=self._pinned)
         return self._scratch[: tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+
+    def sum_of(self, rows: int, elements: int) -> Tensor:
+        """Returns host memory for a sum, float32 [rows, elements]; for tensors of a GPU, until the next call."""
+        if not self._pinned:
+            return torch.empty(rows, elements, dtype=torch.float32, device="cpu")
+        if self._sum.numel() < rows * elements:
+            self._sum = torch.empty(rows * elements, dtype=torch.float32, device="cpu", pin_memory=True)
+        return self._sum[: rows * elements].view(rows, elements)

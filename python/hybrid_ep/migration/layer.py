@@ -163,14 +163,22 @@ class HybridExperts(GroupedExperts):
             self.working.grad = self.working.grad.contiguous()
         return self.working.grad
 
-    def empty_sum(self, device: torch.device | None = None) -> Tensor:
-        """Makes the tensor for the sum of gradients over the expert domain: float32 [own experts, elements], in main
-        memory unless another device is given."""
-        return torch.empty(self._own, self.working.shape[1], dtype=torch.float32, device=device or "cpu")
+    def empty_sum(self) -> Tensor:
+        """Makes a tensor for the sum of gradients over the expert domain: float32 [own experts, elements], in main
+        memory."""
+        return torch.empty(self._own, self.working.shape[1], dtype=torch.float32, device="cpu")
+
+    def scratch_sum(self) -> Tensor:
+        """Like `empty_sum`, where the engine works, for a sum that is used before the next call for any layer."""
+        rows, elements = self._own, self.working.shape[1]
+        if self.migration.host_memory.copies:
+            return self.migration.host_memory.sum_of(rows, elements)
+        return torch.empty(rows, elements, dtype=torch.float32, device=self.working.device)
 
     def finish_gradients(self, total: Tensor) -> None:
         """Adds the sum over the expert domain to the gradient of the parameters, and forgets that of `working`."""
         border = local_part(self.gate_up)[0].numel()
+        total = total.to(self.working.device)
         for parameter, part in ((self.gate_up, total[:, :border]), (self.down, total[:, border:])):
             if parameter.requires_grad:
                 local = local_part(parameter)

@@ -82,9 +82,9 @@ class ExpertMigration(Shared):
         device: The device of all tensors: the CPU or a CUDA device, as for `Buffer`.
         codec_device: "cpu": weights and gradients of a GPU are copied to main memory and encoded there, and what
             arrives is decoded there and copied to the GPU. "cuda", with `device`: the GPU encodes and decodes, and only
-            encoded bytes cross PCIe. What encoders keep is then in GPU memory: with gradients by "int8" or "topk", 4
-            bytes for each element of the replicas; with weights by "delta", a copy of this rank's experts. The bits are
-            the same.
+            encoded bytes cross PCIe (with weights by "shared", whole weights). What encoders keep is then in GPU
+            memory: with gradients by "int8" or "topk", 4 bytes for each element of the replicas, and of one expert of
+            each size; with weights by "delta", a copy of this rank's experts. The bits are the same.
         workers: As for `Buffer`.
 
     Raises:
@@ -168,8 +168,8 @@ class ExpertMigration(Shared):
         place = f"migration {self._run}"
         self.ownership = Ownership(plan, self.rank, num_experts, own_group, where)
         # Codecs on a GPU read and write its tensors.
-        self._codec_gpu = where if codec_device == "cuda" else None
-        self.host_memory = HostMemory(where, False if self._codec_gpu is not None else self._copies)
+        self._codecs_on_gpu = codec_device == "cuda"
+        self.host_memory = HostMemory(where, False if self._codecs_on_gpu else self._copies)
         self._domain = plan.domain_of(self.rank)
         # All ranks connect first, so that the error about a missing rank has its number among all ranks.
         everyone = range(plan.ranks)
@@ -385,8 +385,7 @@ class ExpertMigration(Shared):
             plan = self._dense.begin_all(parameters, self._last_step)
             if self._over_groups is None:
                 for index, experts in backward:
-                    total = experts.empty_sum(self._codec_gpu)
-                    experts.finish_gradients(self._total(engine, index, experts, total))
+                    experts.finish_gradients(self._total(engine, index, experts, experts.scratch_sum()))
             else:
                 # The sum of a layer leaves for the other EP groups while the next layers wait for their domain.
                 totals = [experts.empty_sum() for _, experts in backward]
@@ -417,7 +416,7 @@ class ExpertMigration(Shared):
 
     def _stream(self) -> int:
         """Returns the raw handle of the stream whose work an engine waits for; 0 if it works in main memory."""
-        return 0 if self._codec_gpu is None else torch.cuda.current_stream(self._codec_gpu).cuda_stream
+        return torch.cuda.current_stream(self.buffer.device).cuda_stream if self._codecs_on_gpu else 0
 
     def _check_start(self, module: nn.Module, parameters: list[nn.Parameter]) -> None:
         """Compares layers, dense parameters and, over the EP groups, experts, once for each module: gradients keep them
@@ -526,7 +525,7 @@ class ExpertMigration(Shared):
             "experts_per_rank": self.ownership.num_local_experts,
             "expert_elements": [experts.working.shape[1] for experts in self._layers],
             "wide": types == {torch.float32},
-            "gpu": None if self._codec_gpu is None else self.buffer.device.index,
+            "gpu": self.buffer.device.index if self._codecs_on_gpu else None,
             "weights": self._weights,
             "gradients": self._gradients,
             "depth": self._depth,

@@ -58,7 +58,7 @@ pub(crate) use decode::{check_element, read, read_onto, read_onto_shared};
 pub use encode::{Encoder, Stats};
 pub(crate) use encode::{append, round_onto, round_saturating};
 pub use entries::Entries;
-pub(crate) use entries::{add, subtract};
+pub(crate) use entries::{add, add_onto, subtract};
 pub use format::{BLOCK, Format, IndexFormat, ValueFormat};
 pub use select::Selection;
 pub(crate) use select::{Selected, select, superset};

@@ -22,13 +22,13 @@ __device__ inline float load(const u8* elements, u64 at) {
     else return of_bits(static_cast<u32>(reinterpret_cast<const u16*>(elements)[at]) << 16);
 }
 
-// Rounds to nearest, ties to even. The value is not NaN.
+// Rounds to nearest, ties to even. NaN stays NaN.
 template <bool f32>
 __device__ inline void store(u8* elements, u64 at, float value) {
     if constexpr (f32) {
         reinterpret_cast<float*>(elements)[at] = value;
     } else {
-        const u32 bits = __float_as_uint(value);
+        const u32 bits = magnitude_of(value) > INFINITE_BITS ? 0x7FFF0000u : __float_as_uint(value);
         reinterpret_cast<u16*>(elements)[at] = static_cast<u16>((bits + 0x7FFFu + (bits >> 16 & 1)) >> 16);
     }
 }

@@ -6,7 +6,7 @@ use std::fmt;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use ep::Result;
+use ep::{CallerError, Result};
 
 use crate::device::{CodecKernel, KernelKey};
 use crate::driver::{Device, DeviceAddress, Event, Mapped, Private, Stream};
@@ -29,12 +29,13 @@ impl fmt::Debug for Memory {
 }
 
 /// Host memory that kernels access.
+#[derive(Debug)]
 pub(crate) struct HostMemory {
     pub(crate) start: NonNull<u8>,
     pub(crate) memory: Memory,
 }
 
-// SAFETY: plain memory, which only the holder of the lock around it accesses.
+// SAFETY: plain memory, which only its owner accesses.
 unsafe impl Send for HostMemory {}
 
 /// A launch of one of the kernels.
@@ -61,6 +62,9 @@ impl Launch {
 
 /// A GPU, or in tests a CPU that runs the kernels. Work is done in the order of the calls.
 pub(crate) trait Machine: fmt::Debug + Send + Sync {
+    /// The number of the GPU.
+    fn number(&self) -> usize;
+
     /// Allocates memory of the GPU.
     fn allocate(&self, bytes: usize) -> Result<Memory>;
 
@@ -114,13 +118,23 @@ impl Gpu {
     /// # Safety
     /// `stream` is a stream of the GPU's primary context.
     pub(crate) unsafe fn follow(&self, stream: *mut c_void) -> Result<()> {
+        let stream = Stream::borrowed(&self.device, stream.cast());
+        if stream.is_capturing()? {
+            let problem = "a CUDA graph is being captured, and codecs wait for the GPU: publish, pass and reduce outside of captures";
+            let (key, value) = ("the current stream", "capturing".into());
+            return Err(CallerError::Config { key, value, problem: problem.into() }.into());
+        }
         let event = Event::untimed(&self.device)?;
-        event.record(&Stream::borrowed(&self.device, stream.cast()))?;
+        event.record(&stream)?;
         self.stream.wait(&event)
     }
 }
 
 impl Machine for Gpu {
+    fn number(&self) -> usize {
+        self.device.ordinal
+    }
+
     fn allocate(&self, bytes: usize) -> Result<Memory> {
         if bytes == 0 {
             return Ok(Memory { address: 0, bytes, _owner: None });

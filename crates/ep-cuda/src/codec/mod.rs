@@ -16,6 +16,7 @@
 //! A migration reads gradients once more, to check them before it changes anything.
 
 mod machine;
+mod staging;
 #[cfg(test)]
 mod tests;
 
@@ -24,14 +25,14 @@ use std::ffi::c_void;
 use std::fmt;
 use std::marker::PhantomData;
 use std::ops::Range;
-use std::slice;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use ep::Element;
 use ep_codec::residual::{BLOCK, Entries};
 use ep_codec::{Place, Result, Weight, copy_bytes};
 
-use self::machine::{Gpu, HostMemory, Launch, Machine, Memory};
+use self::machine::{Gpu, Launch, Machine, Memory};
+use self::staging::{Pool, Staging};
 use crate::driver::DeviceAddress;
 use crate::params::{
     CODEC_THREADS, EntriesParams, Int8DecodeParams, Int8EncodeParams, RESIDUAL_BIN_SHIFT, RESIDUAL_BINS,
@@ -40,14 +41,15 @@ use crate::params::{
 
 /// The memory of a GPU. Clones are the same place.
 ///
-/// The functions launch kernels in a stream of the place and wait for them. They do not wait for other streams by themselves:
-/// [`follow`](Self::follow) says what comes before.
+/// The functions launch kernels in a stream of the place and wait for them. They wait for work of another stream only if
+/// [`follow`](Self::follow) was called with that stream.
 #[derive(Clone)]
 pub struct GpuPlace {
     machine: Arc<dyn Machine>,
     /// `None` in tests on a CPU.
     gpu: Option<Arc<Gpu>>,
     scratch: Arc<Mutex<Scratch>>,
+    staging: Arc<Pool>,
 }
 
 impl fmt::Debug for GpuPlace {
@@ -56,11 +58,13 @@ impl fmt::Debug for GpuPlace {
     }
 }
 
-/// Elements in the memory of a GPU that the caller lends for reading.
+/// Elements in the memory of a GPU that the caller lends for reading: [`GpuPlace::lend`].
 #[derive(Debug)]
 pub struct GpuRef<'a, T> {
     address: DeviceAddress,
     len: usize,
+    /// The number of the GPU.
+    gpu: usize,
     lent: PhantomData<&'a [T]>,
 }
 
@@ -72,37 +76,13 @@ impl<T> Clone for GpuRef<'_, T> {
 
 impl<T> Copy for GpuRef<'_, T> {}
 
-/// Elements in the memory of a GPU that the caller lends for writing.
+/// Elements in the memory of a GPU that the caller lends for writing: [`GpuPlace::lend_mut`].
 #[derive(Debug)]
 pub struct GpuMut<'a, T> {
     address: DeviceAddress,
     len: usize,
+    gpu: usize,
     lent: PhantomData<&'a mut [T]>,
-}
-
-impl<'a, T> GpuRef<'a, T> {
-    /// `len` elements.
-    ///
-    /// # Safety
-    /// `address` points to `len` elements on the GPU of the place, is a multiple of their size, and is valid for `'a`. Work that
-    /// writes them comes before, by [`GpuPlace::follow`], or after the calls that take this value.
-    pub unsafe fn new(address: u64, len: usize) -> Self {
-        Self { address, len, lent: PhantomData }
-    }
-
-    fn at(&self, index: usize) -> DeviceAddress {
-        self.address + (index * size_of::<T>()) as DeviceAddress
-    }
-}
-
-impl<'a, T> GpuMut<'a, T> {
-    /// `len` elements.
-    ///
-    /// # Safety
-    /// As for [`GpuRef::new`], and the same holds for work that reads them.
-    pub unsafe fn new(address: u64, len: usize) -> Self {
-        Self { address, len, lent: PhantomData }
-    }
 }
 
 /// Elements that an encoder keeps in the memory of a GPU.
@@ -110,24 +90,17 @@ impl<'a, T> GpuMut<'a, T> {
 pub struct GpuVec<T> {
     memory: Memory,
     len: usize,
+    gpu: usize,
     kept: PhantomData<T>,
 }
 
-/// Memory that calls use one after the other.
+/// Memory of the GPU that calls use one after the other.
 #[derive(Debug, Default)]
 struct Scratch {
-    /// Host memory for payloads, entries and residuals.
-    staging: Option<HostMemory>,
-    /// Memory of the GPU, by its bytes, in the place of which the sums with a carry are written.
+    /// By its bytes: memory in which sums with a carry are written, and which then takes the place of the carry.
     spare: HashMap<usize, Memory>,
-    /// Memory of the GPU for [`WORDS`].
+    /// The [`WORDS`].
     words: Option<Memory>,
-}
-
-impl fmt::Debug for HostMemory {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.memory.fmt(f)
-    }
 }
 
 /// Words of the GPU that kernels change: the counts of residuals, then the cursor, then the first index that is not finite.
@@ -140,6 +113,8 @@ const SCALED: usize = 128;
 const INFINITE: u32 = 0x7F80_0000;
 /// Parts of the staging memory begin at multiples of this number of bytes.
 const ALIGNED: usize = 256;
+/// The most elements of a launch that adds or checks: all experts of a rank may have more than a kernel can count.
+const MOST_AT_ONCE: usize = 1 << 31;
 
 impl GpuPlace {
     /// The memory of GPU `ordinal`.
@@ -148,20 +123,18 @@ impl GpuPlace {
     /// [`ep::EnvironmentError`] if there is no such GPU.
     pub fn new(ordinal: usize) -> ep::Result<Self> {
         let gpu = Arc::new(Gpu::new(ordinal)?);
-        Ok(Self { machine: gpu.clone(), gpu: Some(gpu), scratch: Arc::default() })
+        Ok(Self { gpu: Some(gpu.clone()), ..Self::of(gpu) })
     }
 
-    /// A place on a machine of the tests.
-    #[cfg(test)]
     fn of(machine: Arc<dyn Machine>) -> Self {
-        Self { machine, gpu: None, scratch: Arc::default() }
+        Self { machine, gpu: None, scratch: Arc::default(), staging: Arc::default() }
     }
 
     /// Makes later calls wait for the work so far of a stream, which has written the elements that they read, or read those that
     /// they write.
     ///
     /// # Errors
-    /// [`ep::EnvironmentError`] if the driver refuses, for example because the stream is being captured in a CUDA graph.
+    /// [`ep::CallerError::Config`] if the stream is being captured in a CUDA graph: the calls wait for the GPU.
     ///
     /// # Safety
     /// `stream` is a stream of the GPU's primary context.
@@ -170,38 +143,71 @@ impl GpuPlace {
         self.gpu.as_ref().map_or(Ok(()), |gpu| unsafe { gpu.follow(stream) })
     }
 
+    /// Lends `len` elements for reading.
+    ///
+    /// # Safety
+    /// `address` points to `len` elements on this GPU, is a multiple of their size, and is valid for `'a`. All work that writes
+    /// them either was queued in a stream before [`follow`](Self::follow) was called with that stream, or begins after the
+    /// last call that takes this value has returned.
+    pub unsafe fn lend<'a, T>(&self, address: u64, len: usize) -> GpuRef<'a, T> {
+        GpuRef { address, len, gpu: self.machine.number(), lent: PhantomData }
+    }
+
+    /// Lends `len` elements for writing.
+    ///
+    /// # Safety
+    /// As for [`lend`](Self::lend), and the same holds for work that reads them.
+    pub unsafe fn lend_mut<'a, T>(&self, address: u64, len: usize) -> GpuMut<'a, T> {
+        GpuMut { address, len, gpu: self.machine.number(), lent: PhantomData }
+    }
+
     fn scratch(&self) -> MutexGuard<'_, Scratch> {
         self.scratch.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Host memory of `bytes` bytes that kernels access.
+    fn staging(&self, bytes: usize) -> Result<Staging<'_>> {
+        Ok(self.staging.take(&*self.machine, bytes)?)
+    }
+
+    /// The elements as kernels are told of them.
+    fn elements<T: Weight>(&self, elements: GpuRef<'_, T>) -> Elements {
+        let GpuRef { address, len, gpu, .. } = elements;
+        assert_eq!(gpu, self.machine.number(), "elements of another GPU");
+        Elements { address, count: len, f32: T::ELEMENT == Element::F32 }
+    }
+
+    fn elements_mut<T: Weight>(&self, elements: &GpuMut<'_, T>) -> Elements {
+        self.elements(Self::read_only(elements))
     }
 
     /// Launches a kernel over `work` items, of which a block handles `of_block`, and waits for it.
     fn run(&self, launch: &Launch, work: usize, of_block: usize) -> Result<()> {
         let blocks = work.div_ceil(of_block).clamp(1, self.machine.blocks() as usize);
-        // SAFETY: the callers of the place's functions lend memory until they return, and `finish` has returned by then. Scratch
-        // is locked meanwhile.
+        // SAFETY: lent memory and staging memory stay until `finish` has returned; scratch is locked until then.
         unsafe { self.machine.launch(launch, blocks as u32) }?;
         Ok(self.machine.finish()?)
     }
 
     /// Writes what a payload decodes to, or adds it.
     fn decode(&self, payload: &[u8], out: Elements, adds: bool) -> Result<()> {
-        let Elements { address: out, count, f32 } = out;
-        if count == 0 {
+        assert_eq!(payload.len(), codes_at(out.count) + out.count, "bytes of the payload");
+        if out.count == 0 {
             return Ok(());
         }
-        let mut scratch = self.scratch();
-        let staging = scratch.staging(&*self.machine, payload.len())?;
-        copy_bytes(payload, &mut staging.bytes()[..payload.len()]);
+        let mut staging = self.staging(payload.len())?;
+        copy_bytes(payload, staging.bytes());
         let params = Int8DecodeParams {
-            scales: staging.memory.address,
-            codes: staging.memory.address + codes_at(count) as DeviceAddress,
-            out,
-            count: count as u32,
-            f32: f32.into(),
+            scales: staging.address(),
+            codes: staging.address() + codes_at(out.count) as DeviceAddress,
+            out: out.address,
+            count: count_of(out.count),
+            f32: out.f32.into(),
             adds: adds.into(),
             unused: 0,
         };
-        self.run(&Launch::Int8Decode(params), count, CODEC_THREADS * SCALED)
+        let _turn = self.scratch();
+        self.run(&Launch::Int8Decode(params), out.count, CODEC_THREADS * SCALED)
     }
 
     /// Encodes elements, or their sums with a carry; then writes what the payload lacks to `left`. Returns the first index of a
@@ -212,21 +218,19 @@ impl GpuPlace {
         elements: Elements,
         carry: DeviceAddress,
         left: DeviceAddress,
-        payload: &mut [u8],
+        staging: &mut Staging<'_>,
     ) -> Result<Option<usize>> {
         let Elements { address: elements, count, f32 } = elements;
+        assert_eq!(staging.bytes().len(), codes_at(count) + count, "bytes of the payload");
         if count == 0 {
             return Ok(None);
         }
         let bad = scratch.clear_bad(&*self.machine)?;
-        let staging = scratch.staging(&*self.machine, payload.len())?;
-        let scales = staging.memory.address;
+        let scales = staging.address();
         let codes = scales + codes_at(count) as DeviceAddress;
-        let count_32 = count as u32;
-        let params =
-            Int8EncodeParams { elements, carry, left, scales, codes, bad, count: count_32, f32: f32.into() };
+        let (count_32, f32) = (count_of(count), f32.into());
+        let params = Int8EncodeParams { elements, carry, left, scales, codes, bad, count: count_32, f32 };
         self.run(&Launch::Int8Encode(params), count, CODEC_THREADS * SCALED)?;
-        copy_bytes(&staging.bytes()[..payload.len()], payload);
         scratch.bad(&*self.machine)
     }
 
@@ -240,14 +244,29 @@ impl GpuPlace {
         sums: DeviceAddress,
         checks: bool,
     ) -> Result<Option<usize>> {
-        let Elements { address: elements, count, f32 } = elements;
-        if count == 0 {
-            return Ok(None);
+        let width = if elements.f32 { 4 } else { 2 };
+        let moved = |address: DeviceAddress, bytes: usize| match address {
+            0 => 0,
+            address => address + bytes as DeviceAddress,
+        };
+        let mut start = 0;
+        while start < elements.count {
+            let count = (elements.count - start).min(MOST_AT_ONCE);
+            let params = SumsParams {
+                elements: moved(elements.address, start * width),
+                addend: moved(addend, 4 * start),
+                sums: moved(sums, 4 * start),
+                bad: if checks { scratch.clear_bad(&*self.machine)? } else { 0 },
+                count: count_of(count),
+                f32: elements.f32.into(),
+            };
+            self.run(&Launch::Sums(params), count, CODEC_THREADS * 4)?;
+            if checks && let Some(bad) = scratch.bad(&*self.machine)? {
+                return Ok(Some(start + bad));
+            }
+            start += count;
         }
-        let bad = if checks { scratch.clear_bad(&*self.machine)? } else { 0 };
-        let params = SumsParams { elements, addend, sums, bad, count: count as u32, f32: f32.into() };
-        self.run(&Launch::Sums(params), count, CODEC_THREADS * 4)?;
-        if checks { scratch.bad(&*self.machine) } else { Ok(None) }
+        Ok(None)
     }
 
     /// Calls `write` with the address of the carry and that of the memory for the new one, which takes its place if there is no
@@ -257,6 +276,7 @@ impl GpuPlace {
         carry: &mut GpuVec<f32>,
         write: impl FnOnce(&mut Scratch, DeviceAddress, DeviceAddress) -> Result<Option<usize>>,
     ) -> Result<Option<usize>> {
+        assert_eq!(carry.gpu, self.machine.number(), "a carry of another GPU");
         let mut scratch = self.scratch();
         let bytes = carry.memory.bytes;
         let to = scratch.spare(&*self.machine, bytes)?.address;
@@ -274,28 +294,34 @@ impl GpuPlace {
             return Ok(());
         }
         let values_at = (4 * count).next_multiple_of(ALIGNED);
-        let mut scratch = self.scratch();
-        let staging = scratch.staging(&*self.machine, values_at + 4 * count)?;
+        let mut staging = self.staging(values_at + 4 * count)?;
         let (indices, values) = staging.bytes().split_at_mut(values_at);
         let indices: &mut [u32] = bytemuck::cast_slice_mut(&mut indices[..4 * count]);
         let mut start = 0;
-        for (block, entries) in entries.iter().enumerate() {
-            for (index, &position) in indices[start..].iter_mut().zip(&entries.positions) {
+        for (block, Entries { positions, values: of_block }) in entries.iter().enumerate() {
+            assert_eq!(positions.len(), of_block.len(), "a value for each position");
+            let last = positions.last().map_or(0, |&last| block * BLOCK + usize::from(last));
+            assert!(
+                positions.is_sorted_by(|a, b| a < b) && last < elements.count,
+                "ascending positions of elements"
+            );
+            for (index, &position) in indices[start..].iter_mut().zip(positions) {
                 *index = (block * BLOCK) as u32 + u32::from(position);
             }
-            let bytes: &[u8] = bytemuck::cast_slice(&entries.values);
+            let bytes: &[u8] = bytemuck::cast_slice(of_block);
             values[4 * start..][..bytes.len()].copy_from_slice(bytes);
-            start += entries.positions.len();
+            start += positions.len();
         }
         let params = EntriesParams {
-            indices: staging.memory.address,
-            values: staging.memory.address + values_at as DeviceAddress,
+            indices: staging.address(),
+            values: staging.address() + values_at as DeviceAddress,
             elements: elements.address,
-            count: count as u32,
+            count: count_of(count),
             f32: elements.f32.into(),
             subtracts: subtracts.into(),
             unused: 0,
         };
+        let _turn = self.scratch();
         self.run(&Launch::Entries(params), count, CODEC_THREADS)
     }
 
@@ -318,7 +344,7 @@ impl GpuPlace {
             segments: 0,
             cursor: 0,
             floor: 0,
-            count: count as u32,
+            count: count_of(count),
             capacity: 0,
             f32: f32.into(),
         };
@@ -329,8 +355,12 @@ impl GpuPlace {
 
         let values_at = (8 * tiles).next_multiple_of(ALIGNED);
         let positions_at = values_at + (4 * capacity).next_multiple_of(ALIGNED);
-        let staging = scratch.staging(machine, positions_at + 2 * capacity)?;
-        let address = staging.memory.address;
+        let mut staging = self.staging(positions_at + 2 * capacity)?;
+        if capacity > 2 * k {
+            // Many residuals are equal, such as zeros of an expert without tokens.
+            staging.give_back();
+        }
+        let address = staging.address();
         let collecting = ResidualsParams {
             counts: 0,
             segments: address,
@@ -338,19 +368,20 @@ impl GpuPlace {
             positions: address + positions_at as DeviceAddress,
             cursor: words + 4 * CURSOR as DeviceAddress,
             floor,
-            capacity: capacity as u32,
+            capacity: count_of(capacity),
             ..counting
         };
         self.run(&Launch::Residuals(collecting), tiles, 1)?;
+        drop(scratch);
         let (segments, rest) = staging.bytes().split_at(values_at);
         let (values, positions) = rest.split_at(positions_at - values_at);
         let segments: &[[u32; 2]] = bytemuck::cast_slice(&segments[..8 * tiles]);
         let values: &[f32] = bytemuck::cast_slice(&values[..4 * capacity]);
-        let positions: &[u16] = bytemuck::cast_slice(&positions[..2 * capacity]);
+        let positions: &[u16] = bytemuck::cast_slice(positions);
         let of_block = |segments: &[[u32; 2]]| {
             let mut entries = Entries::default();
             for &[start, length] in segments {
-                // The elements may have changed between the passes if the program broke its promise.
+                // If the program has changed the elements between the passes, there may be more than were counted.
                 let range = start as usize..(start as usize + length as usize).min(capacity);
                 entries.positions.extend(positions.get(range.clone()).unwrap_or_default());
                 entries.values.extend(values.get(range).unwrap_or_default());
@@ -379,54 +410,21 @@ fn codes_at(elements: usize) -> usize {
     4 * elements.div_ceil(SCALED)
 }
 
+fn count_of(elements: usize) -> u32 {
+    u32::try_from(elements).expect("encoders and decoders refuse longer experts")
+}
+
 /// Elements that a kernel reads or writes.
 #[derive(Debug, Clone, Copy)]
 struct Elements {
     address: DeviceAddress,
-    /// At most `u32::MAX`: encoders and decoders refuse more.
     count: usize,
     f32: bool,
 }
 
-impl Elements {
-    fn of<T: Weight>(address: DeviceAddress, count: usize) -> Self {
-        Self { address, count, f32: T::ELEMENT == Element::F32 }
-    }
-}
-
-impl<T: Weight> From<GpuRef<'_, T>> for Elements {
-    fn from(elements: GpuRef<'_, T>) -> Self {
-        Self::of::<T>(elements.address, elements.len)
-    }
-}
-
-impl<T: Weight> From<GpuMut<'_, T>> for Elements {
-    fn from(elements: GpuMut<'_, T>) -> Self {
-        Self::of::<T>(elements.address, elements.len)
-    }
-}
-
-impl HostMemory {
-    /// The memory. No kernel uses it: every launch has been waited for.
-    fn bytes(&mut self) -> &mut [u8] {
-        // SAFETY: as many bytes were allocated; the borrow is exclusive.
-        unsafe { slice::from_raw_parts_mut(self.start.as_ptr(), self.memory.bytes) }
-    }
-}
-
 impl Scratch {
-    /// Host memory of at least `bytes` bytes.
-    fn staging(&mut self, machine: &dyn Machine, bytes: usize) -> Result<&mut HostMemory> {
-        if self.staging.as_ref().is_none_or(|staging| staging.memory.bytes < bytes) {
-            // The old memory is given back first.
-            self.staging = None;
-            self.staging = Some(machine.pin(bytes.next_power_of_two())?);
-        }
-        Ok(self.staging.as_mut().expect("set above"))
-    }
-
     /// The address of the words.
-    fn words(&mut self, machine: &dyn Machine) -> Result<DeviceAddress> {
+    fn words(&mut self, machine: &dyn Machine) -> ep::Result<DeviceAddress> {
         if self.words.is_none() {
             self.words = Some(machine.allocate(4 * WORDS)?);
         }
@@ -434,7 +432,7 @@ impl Scratch {
     }
 
     /// Says that no index is bad so far. Returns the address of the word.
-    fn clear_bad(&mut self, machine: &dyn Machine) -> Result<DeviceAddress> {
+    fn clear_bad(&mut self, machine: &dyn Machine) -> ep::Result<DeviceAddress> {
         let bad = self.words(machine)? + 4 * BAD as DeviceAddress;
         machine.upload(&u32::MAX.to_le_bytes(), bad)?;
         Ok(bad)
@@ -449,7 +447,7 @@ impl Scratch {
     }
 
     /// Memory of the GPU of so many bytes.
-    fn spare(&mut self, machine: &dyn Machine, bytes: usize) -> Result<&mut Memory> {
+    fn spare(&mut self, machine: &dyn Machine, bytes: usize) -> ep::Result<&mut Memory> {
         let spare = match self.spare.remove(&bytes) {
             Some(spare) => spare,
             None => machine.allocate(bytes)?,
@@ -473,24 +471,28 @@ impl Place for GpuPlace {
 
     fn part<'a, T: Weight>(elements: Self::Ref<'a, T>, range: Range<usize>) -> Self::Ref<'a, T> {
         assert!(range.start <= range.end && range.end <= elements.len, "a part of the elements");
-        GpuRef { address: elements.at(range.start), len: range.len(), lent: PhantomData }
+        let address = elements.address + (range.start * size_of::<T>()) as DeviceAddress;
+        GpuRef { address, len: range.len(), ..elements }
     }
 
     fn part_mut<'a, T: Weight>(elements: &'a mut GpuMut<'_, T>, range: Range<usize>) -> Self::Mut<'a, T> {
-        let part = Self::part(Self::read_only(elements), range);
-        GpuMut { address: part.address, len: part.len, lent: PhantomData }
+        let GpuRef { address, len, gpu, .. } = Self::part(Self::read_only(elements), range);
+        GpuMut { address, len, gpu, lent: PhantomData }
     }
 
     fn kept<T: Weight>(elements: &GpuVec<T>) -> Self::Ref<'_, T> {
-        GpuRef { address: elements.memory.address, len: elements.len, lent: PhantomData }
+        let &GpuVec { ref memory, len, gpu, .. } = elements;
+        GpuRef { address: memory.address, len, gpu, lent: PhantomData }
     }
 
     fn kept_mut<T: Weight>(elements: &mut GpuVec<T>) -> Self::Mut<'_, T> {
-        GpuMut { address: elements.memory.address, len: elements.len, lent: PhantomData }
+        let &mut GpuVec { ref memory, len, gpu, .. } = elements;
+        GpuMut { address: memory.address, len, gpu, lent: PhantomData }
     }
 
     fn read_only<'a, T: Weight>(elements: &'a GpuMut<'_, T>) -> Self::Ref<'a, T> {
-        GpuRef { address: elements.address, len: elements.len, lent: PhantomData }
+        let &GpuMut { address, len, gpu, .. } = elements;
+        GpuRef { address, len, gpu, lent: PhantomData }
     }
 
     fn as_slice<'a, T: Weight>(_: Self::Ref<'a, T>) -> Option<&'a [T]> {
@@ -501,36 +503,54 @@ impl Place for GpuPlace {
         let memory = self.machine.allocate(size_of_val(&elements[..]))?;
         self.machine.upload(bytemuck::cast_slice(&elements), memory.address)?;
         self.machine.finish()?;
-        Ok(GpuVec { memory, len: elements.len(), kept: PhantomData })
+        Ok(GpuVec { memory, len: elements.len(), gpu: self.machine.number(), kept: PhantomData })
     }
 
     fn zeros<T: Weight>(&self, elements: usize) -> Result<GpuVec<T>> {
         let memory = self.machine.allocate(elements * size_of::<T>())?;
         self.machine.zero(memory.address, memory.bytes)?;
         self.machine.finish()?;
-        Ok(GpuVec { memory, len: elements, kept: PhantomData })
+        Ok(GpuVec { memory, len: elements, gpu: self.machine.number(), kept: PhantomData })
+    }
+
+    fn append<T: Weight>(&self, from: GpuRef<'_, T>, out: &mut Vec<u8>) -> Result<()> {
+        let start = out.len();
+        out.resize(start + from.len * size_of::<T>(), 0);
+        self.read(from, &mut out[start..])
     }
 
     fn read<T: Weight>(&self, from: GpuRef<'_, T>, out: &mut [u8]) -> Result<()> {
-        Ok(self.machine.download(from.address, out)?)
+        assert_eq!(out.len(), from.len * size_of::<T>(), "bytes of the elements");
+        Ok(self.machine.download(self.elements(from).address, out)?)
     }
 
     fn write<T: Weight>(&self, bytes: &[u8], to: GpuMut<'_, T>) -> Result<()> {
-        self.machine.upload(bytes, to.address)?;
+        assert_eq!(bytes.len(), to.len * size_of::<T>(), "bytes of the elements");
+        self.machine.upload(bytes, self.elements_mut(&to).address)?;
         Ok(self.machine.finish()?)
     }
 
+    fn write_sums<T: Weight>(&self, base: &[T], entries: &[Entries], mut to: GpuMut<'_, T>) -> Result<()> {
+        let all = 0..to.len;
+        self.write(bytemuck::cast_slice(base), Self::part_mut(&mut to, all))?;
+        self.add_entries(entries, to)
+    }
+
     fn clear<T: Weight>(&self, elements: GpuMut<'_, T>) -> Result<()> {
-        self.machine.zero(elements.address, elements.len * size_of::<T>())?;
+        let bytes = elements.len * size_of::<T>();
+        self.machine.zero(self.elements_mut(&elements).address, bytes)?;
         Ok(self.machine.finish()?)
     }
 
     fn first_not_finite<T: Weight>(&self, elements: GpuRef<'_, T>) -> Result<Option<usize>> {
-        self.sum(&mut self.scratch(), elements.into(), 0, 0, true)
+        self.sum(&mut self.scratch(), self.elements(elements), 0, 0, true)
     }
 
     fn encode_int8<T: Weight>(&self, elements: GpuRef<'_, T>, payload: &mut [u8]) -> Result<Option<usize>> {
-        self.encode(&mut self.scratch(), elements.into(), 0, 0, payload)
+        let mut staging = self.staging(payload.len())?;
+        let bad = self.encode(&mut self.scratch(), self.elements(elements), 0, 0, &mut staging)?;
+        copy_bytes(staging.bytes(), payload);
+        Ok(bad)
     }
 
     fn encode_int8_carrying<T: Weight>(
@@ -539,31 +559,42 @@ impl Place for GpuPlace {
         carry: &mut GpuVec<f32>,
         payload: &mut [u8],
     ) -> Result<Option<usize>> {
-        self.replace(carry, |scratch, from, to| self.encode(scratch, gradient.into(), from, to, payload))
+        assert_eq!(gradient.len, carry.len, "a number carried for each element");
+        let mut staging = self.staging(payload.len())?;
+        let gradient = self.elements(gradient);
+        let bad =
+            self.replace(carry, |scratch, from, to| self.encode(scratch, gradient, from, to, &mut staging))?;
+        copy_bytes(staging.bytes(), payload);
+        Ok(bad)
     }
 
     fn decode_int8<T: Weight>(&self, payload: &[u8], out: GpuMut<'_, T>) -> Result<()> {
-        self.decode(payload, out.into(), false)
+        self.decode(payload, self.elements_mut(&out), false)
     }
 
     fn add_int8(&self, payload: &[u8], sum: GpuMut<'_, f32>) -> Result<()> {
-        self.decode(payload, sum.into(), true)
+        self.decode(payload, self.elements_mut(&sum), true)
     }
 
     fn add_bytes<T: Weight>(&self, bytes: &[u8], sum: GpuMut<'_, f32>) -> Result<()> {
-        let mut scratch = self.scratch();
-        let staging = scratch.staging(&*self.machine, bytes.len())?;
-        copy_bytes(bytes, &mut staging.bytes()[..bytes.len()]);
-        let elements = Elements::of::<T>(staging.memory.address, sum.len);
-        self.sum(&mut scratch, elements, sum.address, sum.address, false).map(drop)
+        assert_eq!(bytes.len(), sum.len * size_of::<T>(), "bytes of the elements");
+        let mut staging = self.staging(bytes.len())?;
+        copy_bytes(bytes, staging.bytes());
+        let sum = self.elements_mut(&sum);
+        let elements = Elements { address: staging.address(), f32: T::ELEMENT == Element::F32, ..sum };
+        self.sum(&mut self.scratch(), elements, sum.address, sum.address, false).map(drop)
     }
 
     fn add<T: Weight>(&self, elements: GpuRef<'_, T>, sum: GpuMut<'_, f32>) -> Result<()> {
-        self.sum(&mut self.scratch(), elements.into(), sum.address, sum.address, false).map(drop)
+        assert_eq!(elements.len, sum.len, "a sum for each element");
+        let (elements, sum) = (self.elements(elements), self.elements_mut(&sum).address);
+        self.sum(&mut self.scratch(), elements, sum, sum, false).map(drop)
     }
 
     fn carry_on<T: Weight>(&self, gradient: GpuRef<'_, T>, carry: &mut GpuVec<f32>) -> Result<Option<usize>> {
-        self.replace(carry, |scratch, from, to| self.sum(scratch, gradient.into(), from, to, true))
+        assert_eq!(gradient.len, carry.len, "a number carried for each element");
+        let gradient = self.elements(gradient);
+        self.replace(carry, |scratch, from, to| self.sum(scratch, gradient, from, to, true))
     }
 
     fn residuals<T: Weight>(
@@ -572,14 +603,17 @@ impl Place for GpuPlace {
         base: Option<GpuRef<'_, T>>,
         k: usize,
     ) -> Result<Vec<Entries>> {
-        self.largest(expert.into(), base.map_or(0, |base| base.address), k)
+        assert!(base.is_none_or(|base| base.len == expert.len), "an element of the base for each");
+        let base = base.map_or(0, |base| self.elements(base).address);
+        self.largest(self.elements(expert), base, k)
     }
 
     fn add_entries<T: Weight>(&self, entries: &[Entries], to: GpuMut<'_, T>) -> Result<()> {
-        self.change(entries, to.into(), false)
+        self.change(entries, self.elements_mut(&to), false)
     }
 
     fn subtract_entries(&self, entries: &[Entries], from: &mut GpuVec<f32>) -> Result<()> {
-        self.change(entries, Self::kept_mut(from).into(), true)
+        let from = self.elements(Self::kept(from));
+        self.change(entries, from, true)
     }
 }

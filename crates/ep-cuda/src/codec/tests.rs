@@ -2,11 +2,14 @@
 //! is one.
 
 use std::ffi::{CString, c_char, c_int, c_void};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::process::Command;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, OnceLock};
+use std::time::Duration;
 use std::{env, fs, thread};
 
-use ep::{Element, Rank, Result};
+use ep::{EnvironmentError, PeerFault, Rank, Result};
 use ep_codec::{
     CallerError, Error, GradientCodec, GradientEncoder, Host, Operand, Place, Weight, WeightCodec,
     WeightDecoder, WeightEncoder, add_gradient, add_gradient_in, in_main_memory,
@@ -57,6 +60,10 @@ fn memory(bytes: usize) -> Memory {
 }
 
 impl Machine for Cpu {
+    fn number(&self) -> usize {
+        0
+    }
+
     fn allocate(&self, bytes: usize) -> Result<Memory> {
         Ok(memory(bytes))
     }
@@ -418,8 +425,165 @@ fn a_migration_has_the_bits_of_one_in_main_memory() {
     }
 }
 
+/// Fails once, after it has done so many things, or runs no kernels and notes their parameters.
+#[derive(Debug)]
+struct Probe {
+    left: AtomicUsize,
+    runs: bool,
+    sums: Mutex<Vec<SumsParams>>,
+}
+
+impl Probe {
+    fn new(left: usize, runs: bool) -> Arc<Self> {
+        Arc::new(Self { left: AtomicUsize::new(left), runs, sums: Mutex::default() })
+    }
+
+    fn ask(&self) -> Result<()> {
+        if self.left.fetch_sub(1, Relaxed) != 0 {
+            return Ok(());
+        }
+        Err(EnvironmentError::new("allocating", "there is no memory", "free some").into())
+    }
+}
+
+impl Machine for Probe {
+    fn number(&self) -> usize {
+        Cpu.number()
+    }
+
+    fn allocate(&self, bytes: usize) -> Result<Memory> {
+        self.ask()?;
+        Cpu.allocate(bytes)
+    }
+
+    fn pin(&self, bytes: usize) -> Result<HostMemory> {
+        self.ask()?;
+        Cpu.pin(bytes)
+    }
+
+    fn blocks(&self) -> u32 {
+        Cpu.blocks()
+    }
+
+    unsafe fn launch(&self, launch: &Launch, blocks: u32) -> Result<()> {
+        self.ask()?;
+        if let Launch::Sums(params) = launch {
+            self.sums.lock().unwrap().push(*params);
+        }
+        // SAFETY: as for this function.
+        if self.runs { unsafe { Cpu.launch(launch, blocks) } } else { Ok(()) }
+    }
+
+    fn zero(&self, to: DeviceAddress, bytes: usize) -> Result<()> {
+        Cpu.zero(to, bytes)
+    }
+
+    fn upload(&self, bytes: &[u8], to: DeviceAddress) -> Result<()> {
+        Cpu.upload(bytes, to)
+    }
+
+    fn download(&self, from: DeviceAddress, bytes: &mut [u8]) -> Result<()> {
+        Cpu.download(from, bytes)
+    }
+
+    fn finish(&self) -> Result<()> {
+        self.ask()
+    }
+}
+
 #[test]
-fn elements_have_the_type_that_kernels_are_told() {
-    assert!(Elements::of::<f32>(0, 1).f32 && !Elements::of::<u16>(0, 1).f32);
-    assert_eq!((<f32 as Weight>::ELEMENT, <u16 as Weight>::ELEMENT), (Element::F32, Element::Bf16));
+fn more_elements_than_a_kernel_counts_are_added_in_parts() {
+    let probe = Probe::new(usize::MAX, false);
+    let place = GpuPlace::of(probe.clone());
+    let len = (5 << 30) + 7;
+    let elements = GpuRef::<u16> { address: 1 << 20, len, gpu: 0, lent: PhantomData };
+    let sum = GpuMut::<f32> { address: 1 << 50, len, gpu: 0, lent: PhantomData };
+    place.add(elements, sum).unwrap();
+    assert_eq!(place.first_not_finite(elements), Ok(None));
+    let launches = probe.sums.lock().unwrap();
+    let of = |all: &[SumsParams]| -> Vec<(u64, u64, u64, u32)> {
+        all.iter().map(|one| (one.elements, one.addend, one.sums, one.count)).collect()
+    };
+    let part = |start: u64, sum: u64, count| ((1 << 20) + 2 * start, sum, sum, count);
+    let starts = [0, 1 << 31, 2 << 31];
+    let counts = [1 << 31, 1 << 31, (1 << 30) + 7];
+    let added: Vec<_> =
+        starts.iter().zip(counts).map(|(&start, count)| part(start, (1 << 50) + 4 * start, count)).collect();
+    let checked: Vec<_> = starts.iter().zip(counts).map(|(&start, count)| part(start, 0, count)).collect();
+    assert_eq!(of(&launches[..3]), added);
+    assert_eq!(of(&launches[3..]), checked);
+}
+
+#[test]
+fn lengths_that_do_not_agree_are_refused_before_a_kernel_runs() {
+    let place = cpu();
+    let kept = |elements: usize| place.zeros::<f32>(elements).unwrap();
+    let entries = |position| vec![Entries { positions: vec![position], values: vec![1.0] }];
+    type Call<'a> = Box<dyn Fn() -> bool + 'a>;
+    let calls: [(&str, Call<'_>); 8] = [
+        ("write", Box::new(|| place.write(&[0; 12], GpuPlace::kept_mut(&mut kept(2))).is_ok())),
+        ("read", Box::new(|| place.read(GpuPlace::kept(&kept(2)), &mut [0; 4]).is_ok())),
+        ("encode", Box::new(|| place.encode_int8(GpuPlace::kept(&kept(200)), &mut [0; 207]).is_ok())),
+        ("decode", Box::new(|| place.decode_int8(&[0; 5], GpuPlace::kept_mut(&mut kept(2))).is_ok())),
+        ("add", Box::new(|| place.add(GpuPlace::kept(&kept(3)), GpuPlace::kept_mut(&mut kept(2))).is_ok())),
+        ("carry", Box::new(|| place.carry_on(GpuPlace::kept(&kept(3)), &mut kept(2)).is_ok())),
+        (
+            "residuals",
+            Box::new(|| place.residuals(GpuPlace::kept(&kept(3)), Some(GpuPlace::kept(&kept(2))), 1).is_ok()),
+        ),
+        ("entries", Box::new(|| place.add_entries(&entries(2), GpuPlace::kept_mut(&mut kept(2))).is_ok())),
+    ];
+    for (name, call) in calls {
+        assert!(catch_unwind(AssertUnwindSafe(call)).is_err(), "{name}");
+    }
+    place.add_entries(&entries(1), GpuPlace::kept_mut(&mut kept(2))).unwrap();
+}
+
+#[test]
+fn a_place_that_fails_ends_the_migration_and_the_peer_learns_of_it() {
+    let (elements, timeout) = (300, Duration::from_secs(20));
+    // What fails varies; three steps do fewer things than 10,000.
+    for asked in (0..60).chain([10_000]) {
+        let network = LocalNetwork::new();
+        let start = |rank, place: GpuPlace| {
+            let shape = Shape { experts_per_rank: 1, expert_elements: vec![elements] };
+            let (weights, gradients) = ("delta:0.1".parse().unwrap(), "topk:0.1".parse().unwrap());
+            let settings = Settings { weights, gradients, timeout, ..Settings::default() };
+            let domain = Domain::new(rank, &[Rank(0), Rank(1)]).unwrap();
+            Migration::<f32, _>::new_in(place, domain, shape, settings, Box::new(network.carrier(rank)))
+        };
+        let step = |migration: &Migration<f32, GpuPlace>| -> Result<()> {
+            let place = cpu();
+            let numbers = place.keep(vec![0.5_f32; elements]).unwrap();
+            let mut out = place.zeros::<f32>(elements).unwrap();
+            migration.publish(0, GpuPlace::kept(&numbers))?;
+            migration.gather(0, GpuPlace::kept_mut(&mut out))?;
+            migration.send_gradients(0, GpuPlace::kept(&numbers))?;
+            migration.reduce_gradients(0, GpuPlace::kept(&numbers), GpuPlace::kept_mut(&mut out))
+        };
+        let steps = |migration: &Migration<f32, GpuPlace>| (0..3).try_for_each(|_| step(migration));
+        let fails = GpuPlace::of(Probe::new(asked, true));
+        let Ok(zero) = start(Rank(0), fails) else { continue };
+        let one = start(Rank(1), cpu()).unwrap();
+        let (failed, other) = thread::scope(|scope| {
+            let other = scope.spawn(|| steps(&one));
+            (steps(&zero), other.join().unwrap())
+        });
+        if asked == 10_000 {
+            assert_eq!((failed, other), (Ok(()), Ok(())));
+            thread::scope(|scope| {
+                scope.spawn(|| one.close());
+                zero.close();
+            });
+            continue;
+        }
+        assert!(matches!(&failed, Err(ep::Error::Environment(_))), "{asked}: {failed:?}");
+        assert_eq!(step(&zero), failed, "{asked}: it does not go on");
+        // The peer may have done all its steps before.
+        match other {
+            Ok(()) => {}
+            Err(ep::Error::Peer(peer)) => assert_eq!((peer.peer, peer.fault), (Rank(0), PeerFault::Failed)),
+            Err(error) => panic!("{asked}: {error}"),
+        }
+    }
 }
