@@ -261,20 +261,33 @@ fn mask_of<E: Value, S: Value>(expert: &[E; CHUNK], shared: &[S; CHUNK], floor: 
 const BIN_SHIFT: u32 = 16;
 const BINS: usize = 1 << 15;
 
+/// Up to this number of residuals, one thread selects among their keys sooner than several count them by bin.
+const FEW: usize = 1 << 17;
+
 /// Returns the k-th largest key and the number of larger keys. Requires `1 <= k <=` the number of residuals.
 fn kth_largest(parts: &[&[f32]], k: usize) -> (u32, usize) {
+    if parts.iter().map(|part| part.len()).sum::<usize>() <= FEW {
+        let keys = parts.iter().flat_map(|part| part.iter().copied().map(key));
+        return kth_of_keys(keys.collect(), k);
+    }
     let counts = histogram(parts.par_iter().map(|part| part.iter().copied()));
     let (bin, above) = bin_of_rank(&counts, k);
-    let mut keys: Vec<u32> = parts
+    let keys = parts
         .par_iter()
         .flat_map_iter(|part| {
             part.iter().map(|&residual| key(residual)).filter(|key| key >> BIN_SHIFT == bin)
         })
         .collect();
+    let (kth, larger) = kth_of_keys(keys, k - above);
+    (kth, above + larger)
+}
+
+/// Returns the k-th largest of some keys and the number of larger ones.
+fn kth_of_keys(mut keys: Vec<u32>, k: usize) -> (u32, usize) {
     // `select_nth_unstable` counts from the smallest key.
-    let rank = keys.len() - (k - above);
+    let rank = keys.len() - k;
     let (_, &mut kth, larger) = keys.select_nth_unstable(rank);
-    (kth, above + larger.iter().filter(|&&key| key > kth).count())
+    (kth, larger.iter().filter(|&&key| key > kth).count())
 }
 
 /// Returns the lower border of the highest bin at or above which there are at least k of all residuals.
