@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -38,8 +39,9 @@ def test_every_carrier_gives_the_same_bits(world: World, plan: ExpertDomains) ->
 
 def _refused(here: Rank, carrier: str, says: str) -> None:
     # A rank may be told of another rank's error before it finds its own.
-    with pytest.raises((CallerError, SetupError, PeerError), match=says):
+    with pytest.raises((CallerError, SetupError, PeerError), match=says) as error:
         ExpertMigration(TWO, num_experts=EXPERTS, carrier=carrier)
+    assert not re.search(r"HYBRID_EP_TRANSPORT\b", str(error.value)), "the engine is an argument"
 
 
 @pytest.mark.parametrize(
