@@ -454,7 +454,7 @@ mod tests {
 
     #[test]
     fn all_contains_the_kernels_of_every_number_of_ranks() {
-        assert_eq!(KernelKey::all(AMPLE).len(), 19);
+        assert_eq!(KernelKey::all(AMPLE).len(), 24);
         for shared_bytes in Arch::ALL.into_iter().flat_map(Arch::shared_bytes).copied() {
             let all = KernelKey::all(shared_bytes);
             let twice = |key| all.iter().filter(|&other| other == key).count() > 1;
@@ -464,7 +464,7 @@ mod tests {
             {
                 let of_one = |key: &KernelKey| match key {
                     KernelKey::WeightRows | KernelKey::Dense | KernelKey::Spin => true,
-                    KernelKey::LaneCopy => false,
+                    KernelKey::LaneCopy | KernelKey::Codec(_) => false,
                     _ => key.rails() == rails,
                 };
                 let mut launched: Vec<_> = KernelKey::all(AMPLE).into_iter().filter(of_one).collect();

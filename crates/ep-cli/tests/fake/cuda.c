@@ -372,6 +372,11 @@ FUNCTION(cuMemSetAccess, (Address address, size_t bytes, const void *access, siz
              return OUT_OF_MEMORY;
          })
 
+FUNCTION_OF_CONTEXT(cuMemAlloc_v2, (Address *address, size_t bytes),
+         void *memory = calloc(1, bytes);
+         if (!memory) return OUT_OF_MEMORY;
+         *address = (Address)(uintptr_t)memory;)
+FUNCTION_OF_CONTEXT(cuMemFree_v2, (Address address), free((void *)(uintptr_t)address);)
 FUNCTION_OF_CONTEXT(cuMemHostAlloc, (void **memory, size_t bytes, unsigned flags),
          (void)flags;
          *memory = calloc(1, bytes);
