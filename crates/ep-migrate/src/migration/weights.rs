@@ -18,7 +18,7 @@ impl<T: Weight, P: Place> Migration<T, P> {
     /// `weights` has the shape `[experts_per_rank, expert_elements[layer]]`.
     ///
     /// # Errors
-    /// [`CallerError`] if the shape does not fit, a weight is not finite, or `2 (2 + staleness)` steps were published and none
+    /// [`CallerError`](ep::CallerError) if the shape does not fit, a weight is not finite, or `2 (2 + staleness)` steps were published and none
     /// was gathered: nothing is sent then, and the step has not begun. [`PeerError`](ep::PeerError) if a peer is lost.
     pub fn publish(&self, layer: usize, weights: P::Ref<'_, T>) -> Result<()> {
         self.ended(self.publish_now(layer, weights))
@@ -89,14 +89,14 @@ impl<T: Weight, P: Place> Migration<T, P> {
     }
 
     /// Waits until the peers' weights of a layer are at most `staleness` steps old, and decodes them into `replicas`. Returns
-    /// the step of each peer's weights, in the order of [`Domain::peers`].
+    /// the step of each peer's weights, in the order of [`Domain::peers`](crate::Domain::peers).
     ///
     /// `replicas` has the shape `[peers, experts_per_rank, expert_elements[layer]]`. It must hold what the last call for this layer
     /// left there, because a message may contain changes only. After an error, some replicas may already be those of
     /// the new step.
     ///
     /// # Errors
-    /// [`CallerError`] if the shape does not fit, or if the layer was not published.
+    /// [`CallerError`](ep::CallerError) if the shape does not fit, or if the layer was not published.
     /// [`PeerError`](ep::PeerError) if a peer is lost, late, or sends what cannot be decoded.
     pub fn gather(&self, layer: usize, replicas: P::Mut<'_, T>) -> Result<Vec<u64>> {
         self.ended(self.gather_now(layer, replicas))
