@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use ep::{CallerError, Config, EnvironmentError, Rank};
+use ep::{CallerError, Config, Rank};
 use ep_migrate::{Carrier, CarrierError, Lane, Receiving, Sending};
 use pyo3::exceptions::{PyConnectionError, PyException, PyTimeoutError};
 use pyo3::prelude::*;
@@ -47,7 +47,7 @@ impl RailCarrier {
         let names: Vec<Rank> = names.into_iter().map(Rank).collect();
         let mut meet = Callback::new(Rank(rank), names.len(), meeting)?;
         let joined = py.detach(|| join(&mut meet, &names, &config));
-        let joined = joined.map_err(|error| meet.cause(named(error).into()));
+        let joined = joined.map_err(|error| meet.cause(error.into()));
         signals.settle(joined.map(|carrier| Self { of: Arc::new(carrier) }))
     }
 
@@ -66,29 +66,6 @@ fn join(meet: &mut Callback, names: &[Rank], config: &Config) -> ep::Result<ep_c
 fn join(_: &mut Callback, _: &[Rank], config: &Config) -> ep::Result<ep_carrier::RailCarrier> {
     let (key, value) = ("carrier", config.host.transport.engine.clone());
     Err(CallerError::Config { key, value, problem: "needs Linux; use \"gloo\"".into() }.into())
-}
-
-/// The variable that errors of engines name. Here the engine is an argument.
-const VARIABLE: &str = "HYBRID_EP_TRANSPORT";
-const ARGUMENT: &str = "carrier";
-
-fn named(error: ep::Error) -> ep::Error {
-    match error {
-        ep::Error::Caller(CallerError::Config { key: VARIABLE, value, problem }) => {
-            CallerError::Config { key: ARGUMENT, value, problem: renamed(&problem) }.into()
-        }
-        ep::Error::Environment(EnvironmentError { what, problem, hint }) => {
-            EnvironmentError { what, problem: renamed(&problem), hint: renamed(&hint) }.into()
-        }
-        error => error,
-    }
-}
-
-/// Names the argument where a text names the variable. Settings such as HYBRID_EP_TRANSPORT_NIC keep their names.
-fn renamed(text: &str) -> String {
-    let mut parts = text.split(VARIABLE);
-    let first = parts.next().unwrap_or_default().to_owned();
-    parts.fold(first, |text, part| text + if part.starts_with('_') { VARIABLE } else { ARGUMENT } + part)
 }
 
 /// The setting `timeout`.

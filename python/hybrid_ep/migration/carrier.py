@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import re
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
@@ -87,7 +88,9 @@ def connect(meeting: Meeting, carrier: str, names: Sequence[int]) -> Carrier:
     try:
         joined = _native.RailCarrier.join(meeting.rank, [*names], carrier, meeting.timeout, meeting)
     except HybridEPError as error:
-        raise of_job(error, names) from error.__cause__
+        # Errors of engines name the variable that selects one for a buffer. Here the engine is an argument.
+        text = re.sub(r"\bHYBRID_EP_TRANSPORT\b", "carrier", str(error))
+        raise of_job(error, names, text) from error.__cause__
     meeting.end()
     return joined
 

@@ -46,18 +46,19 @@ class JobRanks:
         return call
 
 
-def of_job(error: HybridEPError, ranks: Sequence[int]) -> HybridEPError:
+def of_job(error: HybridEPError, ranks: Sequence[int], text: str | None = None) -> HybridEPError:
     """Returns the error with the numbers that ranks have in the job.
 
     Args:
         error: An error that numbers ranks as a buffer or a meeting does.
         ranks: For each of these ranks, its number in the job.
+        text: What the error says. Default: its own text.
     """
 
     def number(place: int) -> int:
         return ranks[place] if place < len(ranks) else place
 
-    text = _RANK.sub(lambda match: f"rank {number(int(match[1]))}", str(error))
+    text = _RANK.sub(lambda match: f"rank {number(int(match[1]))}", text or str(error))
     if not isinstance(error, PeerError):
         return type(error)(text)
     return PeerError(
