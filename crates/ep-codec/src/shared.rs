@@ -3,6 +3,7 @@
 use crate::error::{CallerError, Operand, Result};
 use crate::hash::digest;
 use crate::parallel::{IndexedParallelIterator, Parallel, ParallelIterator};
+use crate::place::{Host, Place};
 use crate::weight::Weight;
 
 /// Weights per tile of f32 sums. Each thread works on one tile at a time; a tile fits into the first-level cache.
@@ -74,12 +75,7 @@ impl<T: Weight> SharedExpert<T> {
     /// [`CallerError::TooLong`] when P exceeds `u32::MAX`. [`CallerError::NotFinite`] when a weight is NaN or infinite.
     pub fn from_weights(weights: Vec<T>) -> Result<Self> {
         check_indexable(weights.len())?;
-        let bad = weights
-            .par_chunks(TILE)
-            .enumerate()
-            .filter_map(|(tile, weights)| first_not_finite(weights).map(|at| tile * TILE + at))
-            .min();
-        match bad {
+        match Host.first_not_finite(&weights)? {
             None => Ok(Self::fingerprinted(weights)),
             Some(index) => Err(CallerError::NotFinite { what: Operand::Shared, index }.into()),
         }

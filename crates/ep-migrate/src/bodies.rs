@@ -11,11 +11,12 @@ impl Bodies {
     /// of them is freed, so that there is never more memory than once was under way.
     pub(crate) fn take(&self, bytes: usize) -> Vec<u8> {
         let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let free: Vec<usize> = (0..all.len()).filter(|&at| Arc::strong_count(&all[at]) == 1).collect();
-        let fits = free.iter().copied().filter(|&at| all[at].capacity() >= bytes);
-        let smallest = fits.min_by_key(|&at| all[at].capacity());
-        let largest = free.iter().copied().max_by_key(|&at| all[at].capacity());
-        let taken = smallest.or(largest).and_then(|at| Arc::into_inner(all.swap_remove(at)));
+        let have_left = (0..all.len()).filter(|&at| Arc::strong_count(&all[at]) == 1);
+        let best = have_left.min_by_key(|&at| match all[at].capacity() {
+            fits if fits >= bytes => (false, fits),
+            short => (true, usize::MAX - short),
+        });
+        let taken = best.and_then(|at| Arc::into_inner(all.swap_remove(at)));
         let mut body = taken.filter(|body| body.capacity() >= bytes).unwrap_or_default();
         body.clear();
         body.reserve_exact(bytes);

@@ -1,5 +1,6 @@
 //! The sending side of a layer: encoders of this rank's experts, and of the gradients of replicas.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use ep::{CallerError, Result};
@@ -84,7 +85,7 @@ impl<T: Weight, P: Place> Owned<T, P> {
         let has_mirrors = self.encoders.iter().all(WeightEncoder::has_mirror);
         let repeats = !self.is_known && has_mirrors;
         for (expert, encoder) in self.encoders.iter_mut().enumerate() {
-            let weights = expert_of::<P, T>(weights, expert, self.elements);
+            let weights = P::part(weights, nth(expert, self.elements));
             let refused = |error| refused("weights", self.layer, expert, error);
             if repeats {
                 encoder.complete(body).map_err(refused)?;
@@ -173,7 +174,7 @@ impl<P: Place> Returned<P> {
         let mut body = bodies.take(with_slack(self.last_bytes));
         for (expert, encoder) in self.encoders.iter_mut().enumerate() {
             encoder
-                .encode(expert_of::<P, T>(gradients, expert, self.elements), &mut body)
+                .encode(P::part(gradients, nth(expert, self.elements)), &mut body)
                 .map_err(|error| refused("gradients", self.layer, expert, error))?;
         }
         self.last_bytes = body.len();
@@ -197,19 +198,20 @@ fn with_slack(bytes: usize) -> usize {
     bytes + bytes / 16
 }
 
-/// One expert of several that follow each other.
-pub(crate) fn expert_of<P: Place, T: Weight>(
-    all: P::Ref<'_, T>,
-    expert: usize,
-    elements: usize,
-) -> P::Ref<'_, T> {
-    P::part(all, expert * elements..(expert + 1) * elements)
+/// The place of one of several parts of equal length, which follow each other.
+pub(crate) fn nth(at: usize, length: usize) -> Range<usize> {
+    at * length..(at + 1) * length
+}
+
+/// The error of the place of the elements, if it has failed; else what `other` makes of the codec's error.
+pub(crate) fn of_place_or(error: Error, other: impl FnOnce(Error) -> ep::Error) -> ep::Error {
+    match error {
+        Error::Place(error) => error,
+        error => other(error),
+    }
 }
 
 /// The error for weights or gradients of the caller that cannot be encoded; that of the place, if it has failed.
 pub(crate) fn refused(what: &'static str, layer: usize, expert: usize, error: Error) -> ep::Error {
-    match error {
-        Error::Place(error) => error,
-        error => CallerError::Expert { what, layer, expert, problem: error.to_string() }.into(),
-    }
+    of_place_or(error, |error| CallerError::Expert { what, layer, expert, problem: error.to_string() }.into())
 }

@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, VecDeque};
 use ep_codec::{CallerError, Error, Place, SharedExpert, StreamInfo, Weight, WeightDecoder};
 
 use crate::inbox::Message;
+use crate::owned::nth;
 
 /// The replicas of one peer's experts in one layer.
 #[derive(Debug)]
@@ -70,9 +71,8 @@ impl Replicas {
     ) -> Result<Decoded<T>, Undecoded> {
         let mut rest = &message.body[..];
         for (expert, decoder) in self.decoders.iter_mut().enumerate() {
-            let place_of = expert * self.elements..(expert + 1) * self.elements;
             for _ in 0..message.header.streams {
-                let replica = P::part_mut(&mut out, place_of.clone());
+                let replica = P::part_mut(&mut out, nth(expert, self.elements));
                 match shared.decode(place, decoder, rest, replica) {
                     Ok(info) => rest = &rest[info.bytes..],
                     Err(Error::Caller(CallerError::OtherBase { .. })) => return Ok(Decoded::LacksBase),

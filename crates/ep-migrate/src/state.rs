@@ -18,7 +18,7 @@ use ep_codec::{
     Error, GradientCodec, Place, SharedExpert, Weight, WeightCodec, WeightDecoder, WeightEncoder, xxh64,
 };
 
-use crate::owned::{Owned, Returned};
+use crate::owned::{Owned, Returned, of_place_or};
 use crate::replicas::SharedExperts;
 use crate::settings::{Domain, Settings, Shape};
 
@@ -187,10 +187,7 @@ impl Saved {
         gradients: GradientCodec,
         shared: &mut SharedExperts<T>,
     ) -> Result<()> {
-        let failed = |error| match error {
-            Error::Place(error) => error,
-            error => damaged(&format!("layer {layer}: {error}")),
-        };
+        let failed = |error| of_place_or(error, |error| damaged(&format!("layer {layer}: {error}")));
         let [weights, carried, means] = &self.layers[layer];
         owned.restore(weights).map_err(failed)?;
         for (returned, carried) in returned.iter_mut().zip(carried.chunks(weights.len())) {

@@ -65,6 +65,12 @@ pub(crate) trait Machine: fmt::Debug + Send + Sync {
     /// The number of the GPU.
     fn number(&self) -> usize;
 
+    /// Makes later work wait for the work so far of a stream.
+    ///
+    /// # Safety
+    /// `stream` is a stream of the GPU's primary context.
+    unsafe fn follow(&self, stream: *mut c_void) -> Result<()>;
+
     /// Allocates memory of the GPU.
     fn allocate(&self, bytes: usize) -> Result<Memory>;
 
@@ -112,12 +118,14 @@ impl Gpu {
         let stream = Stream::new(&device)?;
         Ok(Self { device, stream })
     }
+}
 
-    /// Makes later work wait for the work so far of a stream.
-    ///
-    /// # Safety
-    /// `stream` is a stream of the GPU's primary context.
-    pub(crate) unsafe fn follow(&self, stream: *mut c_void) -> Result<()> {
+impl Machine for Gpu {
+    fn number(&self) -> usize {
+        self.device.ordinal
+    }
+
+    unsafe fn follow(&self, stream: *mut c_void) -> Result<()> {
         let stream = Stream::borrowed(&self.device, stream.cast());
         if stream.is_capturing()? {
             let problem = "a CUDA graph is being captured, and codecs wait for the GPU: publish, pass and reduce outside of captures";
@@ -127,12 +135,6 @@ impl Gpu {
         let event = Event::untimed(&self.device)?;
         event.record(&stream)?;
         self.stream.wait(&event)
-    }
-}
-
-impl Machine for Gpu {
-    fn number(&self) -> usize {
-        self.device.ordinal
     }
 
     fn allocate(&self, bytes: usize) -> Result<Memory> {

@@ -46,8 +46,6 @@ use crate::params::{
 #[derive(Clone)]
 pub struct GpuPlace {
     machine: Arc<dyn Machine>,
-    /// `None` in tests on a CPU.
-    gpu: Option<Arc<Gpu>>,
     scratch: Arc<Mutex<Scratch>>,
     staging: Arc<Pool>,
 }
@@ -122,12 +120,11 @@ impl GpuPlace {
     /// # Errors
     /// [`ep::EnvironmentError`] if there is no such GPU.
     pub fn new(ordinal: usize) -> ep::Result<Self> {
-        let gpu = Arc::new(Gpu::new(ordinal)?);
-        Ok(Self { gpu: Some(gpu.clone()), ..Self::of(gpu) })
+        Ok(Self::of(Arc::new(Gpu::new(ordinal)?)))
     }
 
     fn of(machine: Arc<dyn Machine>) -> Self {
-        Self { machine, gpu: None, scratch: Arc::default(), staging: Arc::default() }
+        Self { machine, scratch: Arc::default(), staging: Arc::default() }
     }
 
     /// Makes later calls wait for the work so far of a stream, which has written the elements that they read, or read those that
@@ -140,7 +137,7 @@ impl GpuPlace {
     /// `stream` is a stream of the GPU's primary context.
     pub unsafe fn follow(&self, stream: *mut c_void) -> ep::Result<()> {
         // SAFETY: as for this function.
-        self.gpu.as_ref().map_or(Ok(()), |gpu| unsafe { gpu.follow(stream) })
+        unsafe { self.machine.follow(stream) }
     }
 
     /// Lends `len` elements for reading.
@@ -358,7 +355,7 @@ impl GpuPlace {
         let mut staging = self.staging(positions_at + 2 * capacity)?;
         if capacity > 2 * k {
             // Many residuals are equal, such as zeros of an expert without tokens.
-            staging.give_back();
+            staging.free_after_use();
         }
         let address = staging.address();
         let collecting = ResidualsParams {

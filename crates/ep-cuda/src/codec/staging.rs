@@ -1,6 +1,5 @@
 //! Host memory through which encoded bytes pass between kernels and streams.
 
-use std::ptr::NonNull;
 use std::slice;
 use std::sync::{Mutex, PoisonError};
 
@@ -16,15 +15,13 @@ use crate::driver::DeviceAddress;
 #[derive(Debug, Default)]
 pub(super) struct Pool(Mutex<Vec<HostMemory>>);
 
-/// Memory of the pool, to which it returns.
+/// Memory of the pool.
 pub(super) struct Staging<'a> {
-    pool: &'a Pool,
-    /// `None` once it is back.
+    /// Where the memory returns after use; `None`: it is freed.
+    pool: Option<&'a Pool>,
+    /// `None` only while it is dropped.
     memory: Option<HostMemory>,
-    start: NonNull<u8>,
-    address: DeviceAddress,
     bytes: usize,
-    returns: bool,
 }
 
 impl Pool {
@@ -35,33 +32,36 @@ impl Pool {
             Some(memory) => memory,
             None => machine.pin(bytes + bytes / 8)?,
         };
-        let (start, address) = (memory.start, memory.memory.address);
-        Ok(Staging { pool: self, memory: Some(memory), start, address, bytes, returns: true })
+        Ok(Staging { pool: Some(self), memory: Some(memory), bytes })
     }
 }
 
 impl Staging<'_> {
+    fn memory(&self) -> &HostMemory {
+        self.memory.as_ref().expect("it is there until it is dropped")
+    }
+
     /// The address for kernels.
     pub(super) fn address(&self) -> DeviceAddress {
-        self.address
+        self.memory().memory.address
     }
 
     /// The memory. No kernel may be using it.
     pub(super) fn bytes(&mut self) -> &mut [u8] {
         // SAFETY: at least as many bytes were allocated, and nothing else has this memory of the pool.
-        unsafe { slice::from_raw_parts_mut(self.start.as_ptr(), self.bytes) }
+        unsafe { slice::from_raw_parts_mut(self.memory().start.as_ptr(), self.bytes) }
     }
 
     /// Frees the memory after use: it is longer than later calls need.
-    pub(super) fn give_back(&mut self) {
-        self.returns = false;
+    pub(super) fn free_after_use(&mut self) {
+        self.pool = None;
     }
 }
 
 impl Drop for Staging<'_> {
     fn drop(&mut self) {
-        if let Some(memory) = self.memory.take().filter(|_| self.returns) {
-            self.pool.0.lock().unwrap_or_else(PoisonError::into_inner).push(memory);
+        if let (Some(pool), Some(memory)) = (self.pool, self.memory.take()) {
+            pool.0.lock().unwrap_or_else(PoisonError::into_inner).push(memory);
         }
     }
 }

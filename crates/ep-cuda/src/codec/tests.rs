@@ -64,6 +64,10 @@ impl Machine for Cpu {
         0
     }
 
+    unsafe fn follow(&self, _: *mut c_void) -> Result<()> {
+        Ok(())
+    }
+
     fn allocate(&self, bytes: usize) -> Result<Memory> {
         Ok(memory(bytes))
     }
@@ -449,6 +453,10 @@ impl Probe {
 impl Machine for Probe {
     fn number(&self) -> usize {
         Cpu.number()
+    }
+
+    unsafe fn follow(&self, _: *mut c_void) -> Result<()> {
+        Ok(())
     }
 
     fn allocate(&self, bytes: usize) -> Result<Memory> {

@@ -4,12 +4,12 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::time::Instant;
 
 use ep::{CallerError, Operator, Result};
-use ep_codec::{Error, Place, Weight, add_gradient_in};
+use ep_codec::{Place, Weight, add_gradient_in};
 
 use super::{Migration, Progress, lock, order};
 use crate::header::Kind;
 use crate::inbox::{Call, GRADIENTS};
-use crate::owned::refused;
+use crate::owned::{nth, of_place_or, refused};
 
 impl<T: Weight, P: Place> Migration<T, P> {
     /// Encodes the gradients of the replicas of a layer and queues them for the owners.
@@ -51,7 +51,7 @@ impl<T: Weight, P: Place> Migration<T, P> {
             .iter_mut()
             .enumerate()
             .map(|(peer, returned)| {
-                let gradients = P::part(gradients, peer * each..(peer + 1) * each);
+                let gradients = P::part(gradients, nth(peer, each));
                 returned.encode::<T>(gradients, &self.bodies)
             })
             .collect::<Result<Vec<_>>>()?;
@@ -126,11 +126,9 @@ impl<T: Weight, P: Place> Migration<T, P> {
         let mut rest = &message.body[..];
         let elements = self.shape.expert_elements[call.layer];
         for expert in 0..self.shape.experts_per_rank {
-            let sum = P::part_mut(&mut sum, expert * elements..(expert + 1) * elements);
-            let added = add_gradient_in(&self.place, rest, sum).map_err(|error| match error {
-                Error::Place(error) => error,
-                error => broken(error.to_string()),
-            });
+            let sum = P::part_mut(&mut sum, nth(expert, elements));
+            let added = add_gradient_in(&self.place, rest, sum)
+                .map_err(|error| of_place_or(error, |error| broken(error.to_string())));
             rest = &rest[added?.bytes..];
         }
         self.clocks.decode.fetch_add(clock.elapsed().as_nanos() as u64, Relaxed);

@@ -9,7 +9,7 @@ use ep_codec::{Place, SharedExpert, Weight, WeightCodec, in_main_memory};
 use super::{Migration, lock, order};
 use crate::header::Kind;
 use crate::inbox::{Call, Message, WEIGHTS};
-use crate::owned::refused;
+use crate::owned::{nth, refused};
 use crate::replicas::{Decoded, Replicas, Undecoded};
 
 impl<T: Weight, P: Place> Migration<T, P> {
@@ -113,7 +113,7 @@ impl<T: Weight, P: Place> Migration<T, P> {
         loop {
             for (peer, held) in all.iter_mut().enumerate() {
                 while let Some(message) = self.available(call, peer, held)? {
-                    let out = P::part_mut(&mut replicas, peer * each..(peer + 1) * each);
+                    let out = P::part_mut(&mut replicas, nth(peer, each));
                     self.decode(call, peer, held, message, out)?;
                     if held.held.is_some() {
                         break;
@@ -140,7 +140,7 @@ impl<T: Weight, P: Place> Migration<T, P> {
             let next = self.post.next(call, WEIGHTS, &from);
             self.clocks.gather.fetch_add(clock.elapsed().as_nanos() as u64, Relaxed);
             let (peer, message) = next?;
-            let out = P::part_mut(&mut replicas, peer * each..(peer + 1) * each);
+            let out = P::part_mut(&mut replicas, nth(peer, each));
             self.decode(call, peer, &mut all[peer], message, out)?;
         }
     }
