@@ -5,19 +5,35 @@
 #include "arrivals.cuh"
 #include "send.cuh"
 
-// Writes zeros to the padding rows of each expert.
+// Writes zeros to a row: its tokens, scales and probability.
+__device__ inline void zero_row(const DispatchParams& p, u32 row) {
+    auto* tokens = reinterpret_cast<uint4*>(p.out_tokens + static_cast<u64>(row) * p.row_bytes_out);
+    for (u32 at = lane_id(); at < p.row_bytes_out / 16; at += WARP) tokens[at] = make_uint4(0, 0, 0, 0);
+    u8* scales = p.out_scales + static_cast<u64>(row) * p.scale_row_bytes;
+    for (u32 at = lane_id(); at < p.scale_row_bytes; at += WARP) scales[at] = 0;
+    if (lane_id() == 0 && p.probs != PROBS_SKIP) p.out_probs[row] = 0.0f;
+}
+
+// Writes zeros to the padding rows of all experts. The rows are dealt out as if they followed each other, so that workers differ by
+// at most one row. Lanes read the shape of one expert each: expert by expert, the worker would wait for three loads in a row.
 __device__ inline void zero_padding(const DispatchParams& p, const Worker& worker) {
     const Common& c = p.common;
     const u32 experts = c.owner_begin[c.rank + 1] - c.owner_begin[c.rank];
-    for (u32 expert = 0; expert < experts; expert++) {
-        const u32 first = p.handle.shape[expert];
-        const u32 kept = p.handle.shape[experts + expert], padded = p.handle.shape[2 * experts + expert];
-        for (u32 row = first + kept + worker.index; row < first + padded; row += worker.workers) {
-            auto* tokens = reinterpret_cast<uint4*>(p.out_tokens + static_cast<u64>(row) * p.row_bytes_out);
-            for (u32 at = lane_id(); at < p.row_bytes_out / 16; at += WARP) tokens[at] = make_uint4(0, 0, 0, 0);
-            u8* scales = p.out_scales + static_cast<u64>(row) * p.scale_row_bytes;
-            for (u32 at = lane_id(); at < p.scale_row_bytes; at += WARP) scales[at] = 0;
-            if (lane_id() == 0 && p.probs != PROBS_SKIP) p.out_probs[row] = 0.0f;
+    u32 skip = worker.index;  // padding rows before this worker's next one, counted from the current expert
+    for (u32 base = 0; base < experts; base += WARP) {
+        const u32 mine = base + lane_id();
+        u32 begin = 0, end = 0;
+        if (mine < experts) {
+            const u32 first = p.handle.shape[mine];
+            begin = first + p.handle.shape[experts + mine];
+            end = first + p.handle.shape[2 * experts + mine];
+        }
+        for (u32 padded = __ballot_sync(ALL_LANES, begin < end); padded != 0; padded &= padded - 1) {
+            const u32 lane = __ffs(padded) - 1;
+            const u32 last = __shfl_sync(ALL_LANES, end, lane);
+            u32 row = __shfl_sync(ALL_LANES, begin, lane) + skip;
+            for (; row < last; row += worker.workers) zero_row(p, row);
+            skip = row - last;
         }
     }
 }

@@ -15,7 +15,8 @@
 __device__ inline void forward_weights(const DispatchParams& p, const PeerView* peers, const HandleView& set,
                                        const SendItems& items, u32 item, const float* weights) {
     if (items.first_piece(item) != 0 || p.probs == PROBS_SKIP && p.handle.permuted) return;
-    if (!p.handle.permuted) clear_cells(p, peers, items, item);
+    // Another lane may have cleared the cell of a weight.
+    if (!p.handle.permuted) __syncwarp();
     const u32 end = set.copy_begin[items.chunk_end(item)];
     for (u32 at = set.copy_begin[items.chunk(item)] + lane_id(); at < end; at += WARP) {
         const bool weighted = p.probs != PROBS_SKIP;
@@ -114,6 +115,7 @@ __device__ inline bool forward_set(const DispatchParams& p, const Worker& worker
             read_ahead();
             feed.prepare();
         }
+        if (clears(p, batch)) clear_cells(p, peers, batch);
         if (batch.last) {
             forward_weights(p, peers, set, items, item, weights);
             completion.finish(item, tell);

@@ -110,28 +110,26 @@ __device__ inline void store_weight(const DispatchParams& p, const PeerView* pee
     if (peers[rank].local_experts != nullptr) peers[rank].local_experts[cell] = 1;
 }
 
-// In plain mode a row has a cell for each expert of its rank. Writes zeros to all cells of an item's rows, before the weights.
+// Whether the worker clears the cells of a batch's rows. Each piece of the rows has batches of its own; those of the first piece do.
+__device__ inline bool clears(const DispatchParams& p, const ItemBatch<Send>& batch) {
+    return !p.handle.permuted && batch.piece == 0;
+}
+
+// In plain mode a row has a cell for each expert of its rank. Writes zeros to all cells of a batch's rows, before the item's weights.
 // All lanes write to one row at a time, so that the link carries few packets.
-__device__ inline void clear_cells(const DispatchParams& p, const PeerView* peers, const SendItems& items, u32 item) {
-    const Range range = items.range(item);
-    for (u32 first = range.begin; first < range.end; first += WARP) {
-        ItemBatch<Send> batch;
-        batch.count = min(WARP, range.end - first);
-        if (lane_id() < batch.count) batch.entry = items.sends[first + lane_id()];
+__device__ inline void clear_cells(const DispatchParams& p, const PeerView* peers, const ItemBatch<Send>& batch) {
 #pragma unroll 1
-        for (u32 index = 0; index < batch.count; index++) {
-            const Send entry = batch.at(index);
-            const u32 rank = entry.rank();
-            if (entry.is_dead() || RAILS && rank >= p.common.ranks) continue;
-            const u32 experts = p.common.owner_begin[rank + 1] - p.common.owner_begin[rank];
-            const u64 cell = static_cast<u64>(entry.row()) * experts;
-            for (u32 expert = lane_id(); expert < experts; expert += WARP) {
-                if (peers[rank].probs != nullptr) peers[rank].probs[cell + expert] = 0.0f;
-                if (peers[rank].local_experts != nullptr) peers[rank].local_experts[cell + expert] = 0;
-            }
+    for (u32 index = 0; index < batch.count; index++) {
+        const Send entry = batch.at(index);
+        const u32 rank = entry.rank();
+        if (entry.is_dead() || RAILS && rank >= p.common.ranks) continue;
+        const u32 experts = p.common.owner_begin[rank + 1] - p.common.owner_begin[rank];
+        const u64 cell = static_cast<u64>(entry.row()) * experts;
+        for (u32 expert = lane_id(); expert < experts; expert += WARP) {
+            if (peers[rank].probs != nullptr) peers[rank].probs[cell + expert] = 0.0f;
+            if (peers[rank].local_experts != nullptr) peers[rank].local_experts[cell + expert] = 0;
         }
     }
-    __syncwarp();
 }
 
 // The weights of an item's copies, which are stored after the item's tokens. Lists and weights are read while the
@@ -194,9 +192,8 @@ struct ItemWeights {
     __device__ void store(const SendItems& items, const PeerView* peers) {
         if (begin == end) return;
         weigh();
-        if (!p.handle.permuted) {
-            clear_cells(p, peers, items, item);
-        }
+        // Another lane may have cleared the cell of a weight.
+        if (!p.handle.permuted) __syncwarp();
 #pragma unroll
         for (u32 turn = 0; turn < AHEAD; turn++)
             if (begin + turn * WARP + lane_id() < end) store_weight(p, peers, copies[turn], weights[turn]);
@@ -389,6 +386,7 @@ struct Sender {
                 weights.weigh();
                 feed.prepare();
             }
+            if (clears(p, batch)) clear_cells(p, peers, batch);
             if (batch.last) {
                 weights.store(items, peers);
                 completion.finish(batch.item, tell_peers);
