@@ -20,8 +20,8 @@ use crate::kernels::Kernels;
 use crate::member::{Member, Parting, Stage, Tail};
 use crate::memory::CudaMemory;
 use crate::params::{
-    CONTROL_BYTES, Common, NONE, PREPROCESS_RAIL_THREADS, PREPROCESS_THREADS, PreprocessParams, SHAPE_REMOTE,
-    SHAPE_ROWS, SHAPE_WANTED, ScaleCode,
+    CONTROL_BYTES, Common, HandleView, Handshake, NONE, PREPROCESS_RAIL_THREADS, PREPROCESS_THREADS,
+    PreprocessParams, SHAPE_REMOTE, SHAPE_ROWS, SHAPE_WANTED, ScaleCode,
 };
 use crate::peers::Peers;
 use crate::rails::{RailSettings, RankRails, blocks_of_copies};
@@ -345,16 +345,27 @@ impl CudaBuffer {
         (near - 1) * Counts::words(&self.world) + (topology.ranks() - near) * (1 + experts + near)
     }
 
-    /// Begins the next operator: counts the step, and returns the common kernel parameters.
-    pub(crate) fn enter(&mut self, call: &Call) -> Common {
+    /// Begins the next operator: counts the step, and returns the common kernel parameters. The addresses of outputs are not in
+    /// their handshake yet.
+    pub(crate) fn enter(&mut self, call: &Call, lists: &HandleView) -> Common {
         self.step += 1;
         self.operator = call.operator;
         self.arena.set_step(self.step);
         if let Some(rails) = &self.rails {
             rails.wake();
         }
-        let operation = call.operator as u32;
-        Common { signature: call.signature(), operation, call: call.words, ..self.common }
+        let handshake = Handshake {
+            recv: lists.recv,
+            recv_begin: lists.recv_begin,
+            dst_copies: lists.dst_copies,
+            dst_begin: lists.dst_begin,
+            chunks: lists.chunks,
+            signature: call.signature(),
+            sets: lists.sets,
+            call: call.words,
+            ..Handshake::default()
+        };
+        Common { operation: call.operator as u32, handshake, ..self.common }
     }
 
     /// Stores the shape words that preprocess has computed in the handle.
@@ -438,7 +449,7 @@ impl CudaBuffer {
         let (memory, view) = sizes.allocate(&self.arena, permuted, bounds.as_ref())?;
 
         let pad = if permuted { mode.pad_multiple() as u32 } else { 0 };
-        let common = self.enter(&Call::preprocess(mode));
+        let common = self.enter(&Call::preprocess(mode), &view);
         let mut params = PreprocessParams {
             common,
             handle: view,

@@ -167,37 +167,46 @@ impl Backend for CudaBuffer {
             Probs::Dense(memory) => (ProbsOrigin::Dense, memory.address()),
         };
         let asks_probs = !matches!(input.probs, Probs::Skip);
+        let load = SendLoad {
+            quantize,
+            permuted: handle.view.permuted != 0,
+            tokens: handle.sizes.tokens,
+            copies: handle.sizes.copies,
+            ranks: self.world.topology().domain_size(),
+            domains: self.world.topology().domains(),
+            blocks: self.blocks,
+        };
+        let shares = cut.shares(&load, row_bytes_in);
         let division = cut.division(quantize);
-        let common = self.enter(&Call::dispatch(handle.id, hidden, format, asks_probs, division));
+        let call = Call::dispatch(handle.id, hidden, format, asks_probs, division);
+        let mut common = self.enter(&call, &handle.view);
+        let [out_tokens, out_scales, out_probs, out_local_experts] = [0, 1, 2, 3].map(place);
+        common.handshake.tokens = out_tokens;
+        common.handshake.scales = out_scales;
+        common.handshake.probs = out_probs;
+        common.handshake.local_experts = out_local_experts;
+        common.handshake.share_bits = shares.group_bits;
         let params = DispatchParams {
             common,
             handle: handle.view,
             tokens: input.tokens.address(),
             scales: address(input.scales),
             dense,
-            out_tokens: place(0),
-            out_scales: place(1),
-            out_probs: place(2),
-            out_local_experts: place(3),
+            out_tokens,
+            out_scales,
+            out_probs,
+            out_local_experts,
             probs: probs_origin as u32,
             scale_format: scale_code(format),
             row_bytes_in: row_bytes_in as u32,
             row_bytes_out: row.tokens as u32,
             scale_row_bytes: row.scales as u32,
-            pieces: cut.pieces,
-            piece_bytes: cut.piece_bytes,
-            groups: cut.groups,
+            pieces: shares.pieces,
+            piece_bytes: shares.piece_bytes,
+            long_rows: (cut.pieces > 1).into(),
             stages: cut.stages,
             stage_bytes: cut.stage_bytes(),
-            senders: cut.senders(&SendLoad {
-                quantize,
-                permuted: handle.view.permuted != 0,
-                tokens: handle.sizes.tokens,
-                copies: handle.sizes.copies,
-                ranks: self.world.topology().domain_size(),
-                domains: self.world.topology().domains(),
-                blocks: self.blocks,
-            }),
+            senders: cut.senders(&load),
             unused: 0,
         };
         // SAFETY: the parameters are this kernel's; sizes were checked; memory stays until the stream has executed the
@@ -257,7 +266,13 @@ impl Backend for CudaBuffer {
                     Self::scratch(&self.arena, &mut self.set_prob_scratch, bounds.prob_bytes())?;
             }
         }
-        let common = self.enter(&Call::combine(handle.id, hidden, element, wire, probs.is_some()));
+        let call = Call::combine(handle.id, hidden, element, wire, probs.is_some());
+        let mut common = self.enter(&call, &handle.view);
+        common.handshake.tokens = partials;
+        common.handshake.probs = prob_scratch;
+        common.handshake.share_bits = load.share_bits(hidden, (teams.teams * self.blocks) as usize);
+        common.handshake.set_tokens = set_partials;
+        common.handshake.set_probs = set_prob_scratch;
         let params = CombineParams {
             common,
             handle: handle.view,

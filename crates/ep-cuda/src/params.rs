@@ -13,7 +13,7 @@ constants! { CONSTANTS:
     MAX_RANKS: usize = 72;
     /// Maximum number of chunks of one rank's tokens.
     MAX_CHUNKS: usize = 1024;
-    /// Maximum number of groups of pieces of a row. Each group has its own flags.
+    /// Maximum number of groups of pieces of a row in dispatch, and of shares of a row in combine. Each has its own flags.
     MAX_GROUPS: usize = 4;
     /// Maximum number of flags for one source in a control block. A source is a rank of the world.
     MAX_FLAGS: usize = MAX_CHUNKS * MAX_GROUPS;
@@ -43,6 +43,8 @@ constants! { CONSTANTS:
     MOST_STAGES: usize = 128;
     /// Words of a call that must be equal on all ranks: see src/call.rs.
     CALL_WORDS: usize = 6;
+    /// Words of 32 bits of a `Handshake`.
+    HANDSHAKE_WORDS: usize = 26 + 2 * CALL_WORDS;
     /// Bytes of a worker's buffer for scales, if dispatch quantises.
     SCALE_BUFFER_BYTES: usize = 512;
     /// Stages of the ring of a team of combine.
@@ -217,9 +219,10 @@ structs! { STRUCTS:
         theirs: FaultRecord,
     }
 
-    /// What a rank writes to the control block of every rank of its domain when it enters an operator (in preprocess, after
-    /// its counts): the epoch, the addresses of its outputs and lists, and the signature of its call. Addresses are the
-    /// sender's; the receiver adds `Common::delta`.
+    /// What a rank tells every rank of its domain when it enters an operator (in preprocess, after its counts): the addresses
+    /// of its outputs and lists, and its call. Addresses are the sender's; the receiver adds `Common::delta`. It travels as
+    /// packets (`Control::handshake`).
+    #[derive(Default)]
     Handshake {
         /// dispatch: received tokens; combine: partial sums.
         tokens: u64,
@@ -234,19 +237,21 @@ structs! { STRUCTS:
         recv_begin: u64,
         dst_copies: u64,
         dst_begin: u64,
-        /// The lists of the foreign sets that the sender forwards.
+        chunks: u32,
+        /// Checksum of `call`.
+        signature: u32,
+        /// The logarithm to base 2 of the number of items of one chunk of the sender's tokens. Each has a part of every row, and
+        /// flags of its own: a group of pieces (dispatch) or a share (combine, `Segments` in sum.cuh).
+        share_bits: u32,
+        /// Whether the sender has given up in an earlier operator: then its lists may be unfinished. Set by the kernel.
+        given_up: u32,
+        /// With rails: the lists of the foreign sets that the sender forwards.
         sets: u64,
-        /// combine: partial sums and probabilities of those sets.
+        /// combine with rails: partial sums and probabilities of those sets.
         set_tokens: u64,
         set_probs: u64,
         /// The arguments of the sender's call; read only if the signatures differ.
         call: [u64; CALL_WORDS],
-        chunks: u32,
-        /// Checksum of `call`.
-        signature: u32,
-        /// Written last, with release order.
-        epoch: u32,
-        reserved: u32,
     }
 
     /// A copy of a part of a `RailPlan`, in GPU memory.
@@ -292,8 +297,10 @@ structs! { STRUCTS:
         more_arrived: [u32; MAX_RANKS + 1],
         /// This rank's first fault; peers read it when this rank has given up.
         record: FaultRecord,
-        /// `handshake[epoch % 2][peer]`.
-        handshake: [[Handshake; MAX_RANKS]; 2],
+        /// `handshake[epoch % 2][peer][word]`: a packet, which has a word of the peer's `Handshake` in its lower half and the
+        /// epoch in its upper half. A reader knows of each packet whether it belongs to an operator. So packets need no order
+        /// among each other, and the writer waits for none of them.
+        handshake: [[[u64; HANDSHAKE_WORDS]; MAX_RANKS]; 2],
         /// `flags[rank][index]`: the epoch in which a rank of the domain has written what the index stands for: the chunk in
         /// combine, the item in dispatch (`ArrivalItems::flag`). `rank` is the writer of the flag; for foreign sets it is
         /// the writer's rail peer in the set's domain (`alias` in rails.cuh).
@@ -323,6 +330,8 @@ structs! { STRUCTS:
         /// The flags that this rank sets on the peer.
         flags: DeviceAddress as "u32*",
         chunks: u32,
+        /// Of a rank, its `Handshake::share_bits`; of a foreign set, this rank's, since with rails all ranks have the same.
+        share_bits: u32,
     }
 
     /// A part of a lane: elements of `stride` bytes, the first at `offset`. A section with stride 0 is not used.
@@ -412,14 +421,16 @@ structs! { STRUCTS:
         rank: u32,
         ranks: u32,
         experts: u32,
-        signature: u32,
+        /// The operator as a number of `ep::Operator`.
+        operation: u32,
         /// Entry bound. `bound_of` (sync.cuh) computes the length of each wait from this bound and the next one.
         timeout_ns: u64,
         /// Stall bound.
         stall_timeout_ns: u64,
         own: DeviceAddress as "Control*",
         report: DeviceAddress as "FaultReport*",
-        call: [u64; CALL_WORDS],
+        /// This rank's.
+        handshake: Handshake,
         /// Every rank's control block, in this rank's addresses. For a mirrored rank, the mirror, which ends before
         /// `Control::handshake`.
         control: [DeviceAddress; MAX_RANKS] as "Control*",
@@ -427,8 +438,7 @@ structs! { STRUCTS:
         delta: [i64; MAX_RANKS],
         /// First expert position of every rank, and one past the last position.
         owner_begin: [u32; MAX_RANKS + 1],
-        /// The operator as a number of `ep::Operator`.
-        operation: u32,
+        reserved: u32,
         rails: Rails,
     }
 
@@ -513,12 +523,14 @@ structs! { STRUCTS:
         row_bytes_in: u32,
         row_bytes_out: u32,
         scale_row_bytes: u32,
-        /// Number of pieces of a row.
+        /// Number of pieces of a row of this rank's tokens. They form groups, whose number is in `Handshake::share_bits`: group g
+        /// has the pieces g, g + groups, g + 2 groups, ...
         pieces: u32,
         /// Bytes of a piece of an input row.
         piece_bytes: u32,
-        /// Number of groups of pieces: group g has the pieces g, g + groups, g + 2 groups, ...
-        groups: u32,
+        /// 1: a row has several pieces because it is long, and those of all ranks are equal. 0: a row is one piece, or one group
+        /// for each piece because its rank has few tokens, which differs between ranks.
+        long_rows: u32,
         /// Number of stages of one worker's ring.
         stages: u32,
         /// Distance between two stages, in bytes.

@@ -9,7 +9,7 @@ use ep::{Config, Rank, World};
 
 use crate::beat::Hearts;
 use crate::driver::DeviceAddress;
-use crate::params::{CALL_WORDS, Common, MAX_RANKS};
+use crate::params::{Common, Handshake, MAX_RANKS};
 
 /// How a rank's kernels access the control block and the other registered memory of a rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -67,16 +67,16 @@ impl Peers {
             rank: rank.0,
             ranks: world.ranks() as u32,
             experts: world.experts() as u32,
-            signature: 0,
+            operation: 0,
             timeout_ns: nanoseconds(config.timeout),
             stall_timeout_ns: nanoseconds(config.stall_bound()),
             own: self.control[rank.index()],
             report,
-            call: [0; CALL_WORDS],
+            handshake: Handshake::default(),
             control: [0; MAX_RANKS],
             delta: [0; MAX_RANKS],
             owner_begin: [0; MAX_RANKS + 1],
-            operation: 0,
+            reserved: 0,
             rails: bytemuck::Zeroable::zeroed(),
         };
         common.control[..self.control.len()].copy_from_slice(&self.control);

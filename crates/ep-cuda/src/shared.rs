@@ -14,6 +14,9 @@ formulas! { FORMULAS:
     /// Bytes between two stages of a ring of dispatch: stages begin at multiples of 128.
     fn stage_stride(piece_bytes) = round_up(piece_bytes, 128);
 
+    /// Bytes of a piece of a row of `row_bytes` bytes that has a group for each piece, because the rank has few tokens.
+    fn share_bytes(row_bytes, groups) = round_up((row_bytes + groups - 1) / groups, 16);
+
     /// Bytes of a worker of dispatch: its ring and, if it quantises, its scales.
     fn dispatch_worker_bytes(stages, stage_bytes, quantize) = stages * stage_bytes + quantize * SCALE_BUFFER_BYTES;
 

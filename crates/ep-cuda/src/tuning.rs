@@ -4,7 +4,8 @@ use ep::{CallerError, Result};
 
 use crate::params::{MAX_GROUPS, MOST_STAGES, SCALE_BUFFER_BYTES};
 use crate::shared::{
-    combine_bytes, combine_team_bytes, dispatch_bytes, peers_bytes, preprocess_bytes, stage_stride,
+    combine_bytes, combine_team_bytes, dispatch_bytes, peers_bytes, preprocess_bytes, share_bytes,
+    stage_stride,
 };
 
 /// Maximum size of a piece of a row in dispatch, in bytes.
@@ -15,6 +16,8 @@ const QUANTIZE_PIECE: usize = 8 << 10;
 const COMBINE_SLICES: u32 = 8;
 /// Maximum number of blocks of a combine whose teams are pairs: a producer and one consumer ([`CombineLoad::suits_pairs`]).
 pub(crate) const MOST_BLOCKS_OF_PAIRS: u32 = 24;
+/// Minimum number of bytes of a row's part that is an item of its own, if a rank has few tokens. Not measured.
+const SHARE_BYTES: usize = 2048;
 /// `CombineParams::slack`: ranks start some microseconds apart, and a peer pushes this many tokens in that time.
 pub(crate) const COMBINE_SLACK: u32 = 96;
 /// Numbers of warps of a block of dispatch, each a worker, if dispatch does not quantise. A launch uses the first number
@@ -41,7 +44,8 @@ pub(crate) struct DispatchShape {
     pub(crate) threads: u32,
     pub(crate) pieces: u32,
     pub(crate) piece_bytes: u32,
-    pub(crate) groups: u32,
+    /// The logarithm to base 2 of the number of groups of pieces.
+    pub(crate) group_bits: u32,
     pub(crate) stages: u32,
     pub(crate) shared_bytes: usize,
 }
@@ -104,7 +108,7 @@ impl DispatchShape {
                         threads: 32 * warps as u32,
                         pieces: row_bytes.div_ceil(piece) as u32,
                         piece_bytes: piece as u32,
-                        groups: row_bytes.div_ceil(piece).min(MAX_GROUPS) as u32,
+                        group_bits: row_bytes.div_ceil(piece).min(MAX_GROUPS).ilog2(),
                         stages: stages as u32,
                         shared_bytes: dispatch_bytes(views, warps, stages, stage, quantize.into()),
                     };
@@ -118,7 +122,7 @@ impl DispatchShape {
     /// set, and receivers await, flags of each group, so the pieces must have the same bytes of the input and the same
     /// scales on all ranks.
     pub(crate) fn division(&self, quantize: bool) -> u64 {
-        if self.groups == 1 {
+        if self.group_bits == 0 {
             return 1;
         }
         u64::from(self.piece_bytes) << 32 | u64::from(quantize) << 31 | u64::from(self.pieces)
@@ -126,16 +130,38 @@ impl DispatchShape {
 
     /// Number of warps of a launch that begin with the send role. In plain mode these are all warps, because the duplicate
     /// role copies nothing. In permuted mode they are half of each block's warps or, if dispatch quantises, all but one,
-    /// because senders then have the most work. [`SendLoad::most_senders`] limits the number.
+    /// because senders then have the most work. [`SendLoad::most_senders`] limits the number. If half of the warps are too few
+    /// to give every token a sender of its own, and all are enough, all send: a second item of a sender comes 4 us later.
     pub(crate) fn senders(&self, load: &SendLoad) -> u32 {
         let warps = self.threads / 32;
+        let one_each = |warps: u32| load.tokens <= (warps * load.blocks) as usize;
+        let all_send = load.domains == 1 && !load.quantize && one_each(warps) && !one_each(warps / 2);
         let per_block = match (load.permuted, load.quantize) {
             (false, _) => warps,
+            _ if all_send => warps,
             (true, true) => warps - 1,
             (true, false) => warps / 2,
         };
         let all = per_block * load.blocks;
         load.most_senders(self.piece_bytes).map_or(all, |most| all.min(most))
+    }
+
+    /// The cut of a rank's own tokens. With few tokens, rows are cut into groups of one piece each, so that several senders of
+    /// this rank, and several workers of a receiver, work on a token. Without it, one worker stores all rows of a token, and
+    /// most have nothing to do. Between domains, and if dispatch quantises, rows stay whole: neither was measured.
+    pub(crate) fn shares(&self, load: &SendLoad, row_bytes: usize) -> Self {
+        let senders = self.senders(load) as usize;
+        let fits = |bits: u32| load.tokens << bits <= senders && row_bytes >> bits >= SHARE_BYTES;
+        let whole = self.pieces > 1 || load.quantize || load.domains > 1 || load.tokens == 0;
+        let most = if whole { 0 } else { MAX_GROUPS.ilog2() };
+        let Some(group_bits) = (1..=most).rev().find(|&bits| fits(bits)) else { return *self };
+        let groups = 1 << group_bits;
+        Self {
+            pieces: groups,
+            piece_bytes: share_bytes(row_bytes, groups as usize) as u32,
+            group_bits,
+            ..*self
+        }
     }
 
     /// Bytes between two stages.
@@ -179,6 +205,17 @@ impl CombineLoad {
         let one_row_of_a_rank = !self.permuted && !self.rails;
         let (few, many) = (self.blocks <= MOST_BLOCKS_OF_PAIRS, self.tokens > self.blocks as usize);
         one_row_of_a_rank && self.bf16 && few && many
+    }
+}
+
+impl CombineLoad {
+    /// The logarithm to base 2 of the number of shares into which combine divides the rows of this rank's tokens. Without
+    /// shares, one team adds all rows of a token, one segment after the other, and with few tokens most teams have nothing to
+    /// do. `workers`: the teams of all blocks. Between domains the proxy counts whole rows.
+    pub(crate) fn share_bits(&self, hidden: usize, workers: usize) -> u32 {
+        let fits = |bits: u32| self.tokens << bits <= workers && (2 * hidden) >> bits >= SHARE_BYTES;
+        let most = if self.rails || self.tokens == 0 { 0 } else { MAX_GROUPS.ilog2() };
+        (1..=most).rev().find(|&bits| fits(bits)).unwrap_or(0)
     }
 }
 
@@ -271,7 +308,7 @@ mod tests {
             threads: 128,
             pieces,
             piece_bytes,
-            groups: 2,
+            group_bits: 1,
             stages: 3,
             shared_bytes: 0,
         };
@@ -293,7 +330,7 @@ mod tests {
                     assert!(shape.shared_bytes <= available, "{row_bytes}: {shape:?}");
                     assert!(shape.stages as usize >= FEWEST_STAGES);
                     assert_eq!((shape.pieces as usize), row_bytes.div_ceil(shape.piece_bytes as usize));
-                    assert!(shape.groups <= shape.pieces && shape.groups as usize <= MAX_GROUPS);
+                    assert!(1 << shape.group_bits <= shape.pieces && 1 << shape.group_bits <= MAX_GROUPS);
                     // At least one warp sends.
                     let warps = 8 * shape.threads / 32;
                     for ranks in [1, 2, 8, 72] {
@@ -325,6 +362,52 @@ mod tests {
         assert_eq!(senders(SendLoad { tokens: 0, copies: 0, ..plain(4) }), 128);
         assert_eq!(senders(SendLoad { quantize: true, ..plain(4) }), 320);
         assert_eq!(senders(SendLoad { domains: 2, ..plain(4) }), 128);
+    }
+
+    #[test]
+    fn few_tokens_have_a_sender_each_if_there_are_enough() {
+        let senders = |load: SendLoad| DispatchShape::new(load.quantize, 8, 14_336, SHARED[0]).senders(&load);
+        let of = |tokens| SendLoad { tokens, copies: 8 * tokens, ranks: 2, ..LOAD };
+        assert_eq!([1, 64, 65, 128, 129].map(|tokens| senders(of(tokens))), [64, 64, 128, 128, 64]);
+        // Not measured: quantisation and several domains.
+        assert_eq!(senders(SendLoad { quantize: true, ..of(200) }), 9 * 32);
+        assert_eq!(senders(SendLoad { domains: 2, ..of(128) }), 64);
+    }
+
+    /// Items of a rank's tokens in dispatch, and the bytes of a part of a row.
+    fn shares(load: SendLoad, row_bytes: usize) -> (u32, u32) {
+        let cut = DispatchShape::new(load.quantize, 8, row_bytes, SHARED[0]);
+        let shares = cut.shares(&load, row_bytes);
+        assert!(shares.pieces * shares.piece_bytes >= row_bytes as u32, "{shares:?}");
+        assert!((shares.pieces - 1) * shares.piece_bytes < row_bytes as u32, "{shares:?}");
+        assert!(shares.stage_bytes() <= cut.stage_bytes());
+        (load.tokens as u32 * shares.pieces, shares.piece_bytes)
+    }
+
+    #[test]
+    fn rows_of_few_tokens_have_an_item_for_each_part() {
+        let of = |tokens| SendLoad { tokens, copies: 8 * tokens, ranks: 2, ..LOAD };
+        // 64 of 128 warps send: no sender gets a second item.
+        assert_eq!(
+            [1, 16, 17, 32, 33, 64].map(|tokens| shares(of(tokens), 14_336)),
+            [(4, 3584), (64, 3584), (34, 7168), (64, 7168), (33, 14_336), (64, 14_336)]
+        );
+        assert_eq!(shares(of(0), 14_336), (0, 14_336));
+        // Small parts do not pay. Parts have whole vectors of 16 bytes.
+        assert_eq!([4096, 2048, 8208].map(|bytes| shares(of(1), bytes)), [(2, 2048), (1, 2048), (4, 2064)]);
+        // Rows that are cut anyway, and what was not measured.
+        assert_eq!(shares(of(1), 1 << 16).1, shares(of(4096), 1 << 16).1);
+        assert_eq!(shares(SendLoad { domains: 2, ..of(1) }, 14_336), (1, 14_336));
+        assert_eq!(shares(SendLoad { quantize: true, ..of(1) }, 2048), (1, 2048));
+    }
+
+    #[test]
+    fn combine_divides_rows_of_few_tokens() {
+        let load = |tokens| CombineLoad { permuted: true, rails: false, bf16: true, tokens, blocks: 32 };
+        let bits = |tokens| load(tokens).share_bits(7168, 128);
+        assert_eq!([0, 1, 32, 33, 64, 65, 128, 4096].map(bits), [0, 2, 2, 1, 1, 0, 0, 0]);
+        assert_eq!([512, 1024, 2048, 4096].map(|hidden| load(1).share_bits(hidden, 128)), [0, 0, 1, 2]);
+        assert_eq!(CombineLoad { rails: true, ..load(1) }.share_bits(7168, 128), 0);
     }
 
     #[test]

@@ -7,14 +7,14 @@
 //   push     Adds the output rows of this rank's experts for a peer's token, and stores the partial sum, rounded to the wire type
 //            (the type of sums between ranks), to the peer's `partials`. If the call has probabilities, also stores that of each
 //            copy to the peer's `prob_scratch`. An item is one chunk (`chunk_tokens` consecutive tokens) of one peer, never of
-//            this rank. Reads this rank's input and, over the links, the lists `recv` (rows) and `dst_copies` (probabilities) of
+//            this rank; or one share of its rows (`Segments` in sum.cuh), if the peer has few tokens. Reads this rank's input and, over the links, the lists `recv` (rows) and `dst_copies` (probabilities) of
 //            the peer's handle. When an item is complete, sets its flag in the peer's control block.
 //   reduce   Adds the partial sums of this rank's tokens in rank order, and writes the result to `out_tokens`. This
 //            rank's own partial sum is not in memory: the rows of its experts are added to each other first, and their
 //            sum, unrounded, is then added to the token's sum. After the last token, gathers the probabilities into
 //            `out_probs`. Reads a chunk's partial sums only after the flags of all peers for that chunk. Writes nothing
 //            on peers. With RAILS (below), also writes lanes and their flags. A worker claims up to
-//            `Reducer::MOST_TOKENS` tokens at a time.
+//            `Reducer::MOST_TOKENS` tokens at a time, or one share of one token.
 //
 // This rank writes to a peer's `partials` and `prob_scratch` only between that peer's handshake and the last flag that this rank
 // sets on that peer. From the handshake until its own kernel ends, it may also read the peer's lists (lists.cuh). No peer reads
@@ -47,7 +47,8 @@ __device__ inline void push_and_reduce(const CombineParams& p, const Worker& wor
                                        const PeerView* peers, u32 epoch) {
     Pusher pusher(p, worker, producer, peers);
     Reducer reducer(p, worker, producer, epoch);
-    const u64 items = pusher.items.count, tokens = p.handle.tokens, slack = p.slack;
+    const u64 items = pusher.items.count, slack = p.slack;
+    const u64 tokens = p.handle.tokens << p.common.handshake.share_bits;  // counted in shares, as `all_taken` is
     // Whether tokens of foreign sets may be left for this worker to claim or reduce. Until none are left, the worker
     // does not wait for this rank's own tokens, which need the domain sums of other domains. Foreign tokens need only
     // flags of the push role, so all domain sums are sent.
@@ -122,19 +123,12 @@ __device__ inline void announce_sums(const CombineParams& p, u32 epoch) {
     });
 }
 
-// Sends the handshake, which carries the addresses for partial sums and probabilities. Called by all threads of one block.
+// Sends the handshake and, with rails, the plans. Called by all threads of one block.
 __device__ inline void enter(const CombineParams& p, u32 epoch) {
-    Handshake handshake = handshake_of(p.common, p.handle);
-    handshake.tokens = reinterpret_cast<u64>(p.partials);
-    handshake.probs = reinterpret_cast<u64>(p.prob_scratch);
-    if (RAILS) {
-        handshake.set_tokens = reinterpret_cast<u64>(p.set_partials);
-        handshake.set_probs = reinterpret_cast<u64>(p.set_prob_scratch);
-    }
     // Lists of a preprocess that has failed are unfinished. Then, or if a lane is too short, no plan is written: rail peers wait
     // for it until the abort word reaches them.
     if (RAILS && !has_given_up(p.common)) check_lanes(p);
-    send_handshake(p.common, handshake, epoch);
+    send_handshake(p.common, epoch);
     if (RAILS && !has_given_up(p.common)) announce_sums(p, epoch);
 }
 

@@ -10,7 +10,7 @@
 #include "rails.cuh"
 #include "steps.cuh"
 
-// The work items of the push role: the chunks of the tokens of the other ranks of the domain, and of the foreign sets that these
+// The work items of the push role: the shares of the chunks of the tokens of the other ranks of the domain, and of the foreign sets that these
 // ranks forward (`count_sources` in rails.cuh), in the order in which they are to be sent. For tokens of this rank, and of sets
 // that it forwards, the reduce role adds this rank's rows.
 struct PushItems {
@@ -23,10 +23,13 @@ struct PushItems {
         : c(c),
           peers(peers),
           sources(max(count_sources(c), 1u)),
-          count(most_of_sources(c, peers, [](u32 chunks) { return chunks; }) * sources.by) {}
+          count(most_of_sources(c, peers, [](const PeerView& peer) { return peer.chunks << peer.share_bits; }) * sources.by) {}
     __device__ u32 source(u32 item) const { return source_at(c, sources.rest(item)); }
-    __device__ u32 chunk(u32 item) const { return sources.divide(item); }
+    // The item's index among those of its source, which is also that of its flag.
+    __device__ u32 place(u32 item) const { return sources.divide(item); }
     __device__ const PeerView& peer(u32 item) const { return peers[source(item)]; }
+    __device__ u32 chunk(u32 item) const { return place(item) >> peer(item).share_bits; }
+    __device__ u32 share(u32 item) const { return place(item) & ((1u << peer(item).share_bits) - 1); }
     __device__ bool is_missing(u32 item) const { return chunk(item) >= peer(item).chunks; }
     __device__ Range range(u32 item) const {
         const u32* begin = peer(item).recv_begin + chunk(item);
@@ -118,7 +121,7 @@ struct Pusher {
             if (!last) next = read(batch.first + batch.count);
             push_batch(batch);
         }
-        if (p.row_probs != nullptr) push_probs(p, items.peer(item), items.chunk(item));
+        if (p.row_probs != nullptr && items.share(item) == 0) push_probs(p, items.peer(item), items.chunk(item));
         // Orders the probabilities that all lanes have stored before the producer's next arrival at `full`. Consumer 0 acquires that, then
         // releases the item's flag, which `Pusher::next` hands on.
         __syncwarp();
@@ -127,7 +130,7 @@ struct Pusher {
     // Hands on the flag of the finished item, and claims the next one. Called after the worker has reduced, so that the item's stores
     // complete while consumers add: directly after the item, consumers would wait for them at the flag.
     __device__ void next() {
-        producer.put(STEP_FLAG, reinterpret_cast<u64>(&items.peer(item).flags[items.chunk(item)]));
+        producer.put(STEP_FLAG, reinterpret_cast<u64>(&items.peer(item).flags[items.place(item)]));
         take();
         load_range();
         claim_existing();
@@ -155,11 +158,12 @@ struct Pusher {
         const u32 begins = __ballot_sync(ALL_LANES, alive && batch.entry.is_first());
         const u32 ends = __ballot_sync(ALL_LANES, alive && batch.entry.is_end());
         const BatchSums sums = sums_of(batch, begins, ends, begin);
+        const Segments segments = producer.segments(peer.share_bits, items.share(item));
         if (sums.long_ends)
-            put_long_sum(producer, sums.long_count, PushRows{p, peer.recv + sums.long_begin}, STEP_WIRE, slot(sums.long_end));
+            put_long_sum(producer, segments, sums.long_count, PushRows{p, peer.recv + sums.long_begin}, STEP_WIRE, slot(sums.long_end));
         // A single row of the wire type is sent instead of its sum. Its bits may differ from those of 0 + row, if it is -0 or a NaN. The
         // token's final sum does not: it begins with 0, and has one form of NaN (`canonical`).
-        put_sums(producer, sums.whole, push_summand(p, alive ? batch.entry.row() : NO_ROW), STEP_WIRE, SAME_TYPE,
+        put_sums(producer, segments, sums.whole, push_summand(p, alive ? batch.entry.row() : NO_ROW), STEP_WIRE, SAME_TYPE,
                  [&](const Sums& rest) { return slot(rest.last()); });
     }
 };

@@ -26,12 +26,15 @@ struct ReduceSet {
     float* prob_scratch;
     // The domain of the set's tokens. Not used without rails.
     u32 domain;
-    // The word that counts the tokens of the set that producers have claimed for this role.
+    // The word that counts the shares of tokens of the set that producers have claimed for this role.
     u32* taken;
+    // As in the handshake that its peers have of this rank; 0 for a foreign set.
+    u32 share_bits;
 };
 
 __device__ inline ReduceSet own_tokens(const CombineParams& p) {
-    return {p.handle, p.partials, p.prob_scratch, RAILS ? p.common.rails.domain : 0, &p.common.own->tokens_taken};
+    return {p.handle, p.partials, p.prob_scratch, RAILS ? p.common.rails.domain : 0, &p.common.own->tokens_taken,
+            p.common.handshake.share_bits};
 }
 
 // The number of slots of `set_partials` for one set. As in `partials`, the slot of a partial sum is the index of its entry
@@ -42,7 +45,7 @@ __device__ inline u64 set_slots(const Common& c) { return static_cast<u64>(c.rai
 __device__ inline ReduceSet foreign_tokens(const CombineParams& p, u32 domain) {
     const Common& c = p.common;
     return {set_of(c, p.handle, domain), p.set_partials + domain * set_slots(c) * slot_bytes(p),
-            p.set_prob_scratch + static_cast<u64>(domain) * c.rails.most_copies, domain, &c.own->set_taken[domain]};
+            p.set_prob_scratch + static_cast<u64>(domain) * c.rails.most_copies, domain, &c.own->set_taken[domain], 0};
 }
 
 __device__ inline bool is_foreign(const Common& c, const ReduceSet& set) {
@@ -64,15 +67,16 @@ __device__ inline u32 rail_chunk(const Common& c, const HandleView& h, u32 domai
     return rows[first] == rows[end] ? NONE : (rows[end] - 1) / c.rails.chunk_rows;
 }
 
-// Waits for the partial sums of the chunks [first, end): the flags of all peers and, for this rank's own tokens, the
+// Waits for the partial sums of a share of the chunks [first, end): the flags of all peers and, for this rank's own tokens, the
 // domain sums of the other domains. Each lane reads flags of its own, so that the warp waits for one latency, not for
 // one per chunk. Returns false, after the fault was reported, if a sum does not arrive.
-__device__ inline bool await_chunks(const Common& c, const ReduceSet& set, u32 first, u32 end, u32 epoch) {
+__device__ inline bool await_chunks(const Common& c, const ReduceSet& set, u32 first, u32 end, u32 share, u32 epoch) {
     bool fine = true;
     const u32 peers = domain_end(c) - domain_begin(c);
     for (u32 flag = lane_id(); fine && flag < (end - first) * peers; flag += WARP) {
         const u32 chunk = first + flag / peers, peer = domain_begin(c) + flag % peers;
-        if (peer != c.rank) fine = wait_for(c, flags_of(c, set, peer) + chunk, epoch, peer, FOR_CHUNK, chunk);
+        const u32 at = chunk << set.share_bits | share;
+        if (peer != c.rank) fine = wait_for(c, flags_of(c, set, peer) + at, epoch, peer, FOR_CHUNK, chunk);
     }
     for (u32 domain = lane_id(); fine && domain < rail_domains(c); domain += WARP) {
         if (is_foreign(c, set) || domain == c.rails.domain) continue;
@@ -85,14 +89,15 @@ __device__ inline bool await_chunks(const Common& c, const ReduceSet& set, u32 f
     return fine;
 }
 
-// Looks, without waiting, whether the partial sums of a chunk have arrived (as in `await_chunks`). Called by all lanes: each
+// Looks, without waiting, whether the partial sums of a share of a chunk have arrived (as in `await_chunks`). Called by all lanes: each
 // answers for the flags and domain sums that it has read, and the caller combines the answers by a vote. With rails, the
 // call may read a rail peer's progress, store it for other threads (`rail_seen`), and report a peer that called with
 // other arguments. While another thread reads that progress, the answer may be false although the sums have arrived.
-__device__ inline bool chunk_is_here(const Common& c, const ReduceSet& set, u32 chunk, u32 epoch) {
+__device__ inline bool chunk_is_here(const Common& c, const ReduceSet& set, u32 chunk, u32 share, u32 epoch) {
     bool there = true;
+    const u32 at = chunk << set.share_bits | share;
     for (u32 peer = domain_begin(c) + lane_id(); peer < domain_end(c); peer += WARP)
-        if (peer != c.rank) there = there && reached(ld_acquire_sys(flags_of(c, set, peer) + chunk), epoch);
+        if (peer != c.rank) there = there && reached(ld_acquire_sys(flags_of(c, set, peer) + at), epoch);
     for (u32 domain = lane_id(); domain < rail_domains(c); domain += WARP) {
         if (is_foreign(c, set) || domain == c.rails.domain) continue;
         const u32 needed = rail_chunk(c, set.lists, domain, chunk, chunk + 1);
@@ -229,7 +234,8 @@ struct Reducer {
     const u32 epoch;
     const u32 workers;
     Producer& producer;
-    // Claimed and not yet reduced: tokens [token, end).
+    // Claimed and not yet reduced: a share of the tokens [token, end).
+    u32 share = 0;
     u32 token = 0;
     u32 end = 0;
     // The first entry of a token whose entries began in an earlier batch; NONE if there is none (`sums_of` in
@@ -250,18 +256,20 @@ struct Reducer {
 
     __device__ bool has_some() const { return token != end; }
 
-    // The number of tokens of the set that all workers have claimed. May exceed the number of tokens.
+    // The number of shares of tokens of the set that all workers have claimed. May exceed their number.
     __device__ u32 all_taken() const { return __shfl_sync(ALL_LANES, ld_relaxed_gpu(set().taken), 0); }
 
-    // Claims tokens of the set; returns false if none are left. kernel.cu decides whether to claim at all. `taken`: a
-    // recent value of `all_taken`, which determines how many tokens are claimed.
+    // Claims tokens of the set, or a share of one token; returns false if none are left. kernel.cu decides whether to claim at all.
+    // `taken`: a recent value of `all_taken`, which determines how many tokens are claimed.
     __device__ bool take(u32 taken) {
         const ReduceSet from = set();
-        const u32 tokens = from.lists.tokens;
-        if (taken >= tokens) return false;
-        const u32 count = min(max((tokens - taken) / (4 * workers), 1u), MOST_TOKENS);
-        token = min(claim(from.taken, count), tokens);
-        end = min(token + count, tokens);
+        const u32 bits = from.share_bits, most = from.lists.tokens << bits;
+        if (taken >= most) return false;
+        const u32 count = bits != 0 ? 1 : min(max((most - taken) / (4 * workers), 1u), MOST_TOKENS);
+        const u32 first = min(claim(from.taken, count), most);
+        token = first >> bits;
+        share = first & ((1u << bits) - 1);
+        end = div_up(min(first + count, most), 1u << bits);
         return has_some();
     }
 
@@ -282,7 +290,7 @@ struct Reducer {
         const ReduceSet from = set();
         bool there = true;
         for (u32 chunk = first_chunk(); chunk <= last_chunk(); chunk++)
-            there = chunk_is_here(p.common, from, chunk, epoch) && there;
+            there = chunk_is_here(p.common, from, chunk, share, epoch) && there;
         there = __all_sync(ALL_LANES, there);
         // As in `await_chunks`: makes what one lane has acquired visible to all lanes.
         __syncwarp();
@@ -293,7 +301,7 @@ struct Reducer {
     // Then the caller ends the steps of its team; the claimed tokens are not reduced, and their outputs are
     // undefined.
     __device__ bool await() const {
-        return await_chunks(p.common, set(), first_chunk(), last_chunk() + 1, epoch);
+        return await_chunks(p.common, set(), first_chunk(), last_chunk() + 1, share, epoch);
     }
 
     // Hands on the steps that reduce the claimed tokens, which must be ready. The consumers store the sums later.
@@ -339,15 +347,16 @@ struct Reducer {
         const u32 carried = begin == NONE ? 1 : 0;
         const u32 begins = (ends << 1 | carried) & (batch.count == WARP ? ALL_LANES : (1u << batch.count) - 1);
         const BatchSums sums = sums_of(batch, begins, ends, begin);
+        const Segments segments = producer.segments(from.share_bits, share);
         if (sums.long_ends) {
-            put_long_sum(producer, sums.long_count, ReduceRows{p, from, sums.long_begin, epoch}, wire, out + token * row_bytes);
+            put_long_sum(producer, segments, sums.long_count, ReduceRows{p, from, sums.long_begin, epoch}, wire, out + token * row_bytes);
             token++;
         }
         const u32 count = __popc(sums.whole.ends);
         const Summand summand =
             mine ? reduce_summand(p, from, batch.entry, batch.first + lane_id(), epoch) : no_summand();
         // A single summand is added, too: that converts its type, and gives -0 and NaNs the bits of a sum.
-        put_sums(producer, sums.whole, summand, wire, /*single_as_is=*/false,
+        put_sums(producer, segments, sums.whole, summand, wire, /*single_as_is=*/false,
                  [&](const Sums& rest) { return out + (token + count - __popc(rest.ends)) * row_bytes; });
         token += count;
     }
@@ -362,6 +371,7 @@ __device__ inline void gather_all_probs(const CombineParams& p, const Worker& wo
     if (first == end) return;
     clear_probs(p, first, end);
     // The barrier at the end of `await_chunks` also orders the zeros before the probabilities, which other lanes store.
-    if (!await_chunks(p.common, own_tokens(p), first, end, epoch)) return;
+    // Probabilities come with share 0 of their chunk.
+    if (!await_chunks(p.common, own_tokens(p), first, end, 0, epoch)) return;
     gather_probs(p, first, end, epoch);
 }

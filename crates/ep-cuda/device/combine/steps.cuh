@@ -100,10 +100,15 @@ struct RingPosition {
 // All lanes call the functions, with the same arguments.
 struct Producer {
     const Team team;
-    const Cut cut;
+    const u32 hidden;
+    const Segments whole;
     RingPosition place;
 
-    __device__ Producer(const Team& team, u32 hidden) : team(team), cut(hidden) {}
+    __device__ Producer(const Team& team, u32 hidden) : team(team), hidden(hidden), whole(hidden) {}
+
+    __device__ Segments segments(u32 share_bits, u32 share) const {
+        return share_bits == 0 ? whole : Segments(hidden, share_bits, share);
+    }
 
     // Hands on a step without a row.
     __device__ void put(u32 what, u64 to = 0, u32 count = 0) {
@@ -112,9 +117,8 @@ struct Producer {
         place.next();
     }
 
-    // Hands on the segment of a row that begins at `vector`. The result goes to `to`.
-    __device__ void put(const Summand& summand, u32 vector, u32 what, u8* to) {
-        const u32 count = cut.count(vector);
+    // Hands on the segment of a row that has `count` vectors from `vector` on. The result goes to `to`.
+    __device__ void put(const Summand& summand, u32 vector, u32 count, u32 what, u8* to) {
         const u32 bytes = LENGTH * element_bytes(ANY_F32 && (summand.flags() & SUM_F32) != 0);
         begin({reinterpret_cast<u64>(to), what, count});
         // Rounded up: the slot of a partial sum contains whole vectors of 8 elements (`slot_bytes`).
@@ -134,13 +138,12 @@ struct Producer {
     }
 };
 
-// Puts the steps of several sums, sum by sum: first the steps of all rows for the first segment of the sum, then those
-// for the next segment, and so on. `mine`: this lane's row. `target(sums)`: where the first of these sums goes. `wire`:
+// Puts the steps of several sums, sum by sum: first the steps of all rows for the first of `segments`, then those
+// for the next one, and so on. `mine`: this lane's row. `target(sums)`: where the first of these sums goes. `wire`:
 // STEP_WIRE or 0. `single_as_is`: whether the only row of a sum is stored as it is (STEP_COPY).
 template <class Target>
-__device__ inline void put_sums(Producer& producer, const Sums& sums, const Summand& mine, u32 wire, bool single_as_is,
-                                const Target& target) {
-    const Cut& cut = producer.cut;
+__device__ inline void put_sums(Producer& producer, const Segments& segments, const Sums& sums, const Summand& mine, u32 wire,
+                                bool single_as_is, const Target& target) {
     const u32 alive = __ballot_sync(ALL_LANES, (mine.flags() & SUM_ALIVE) != 0);
     const u32 bytes = LENGTH * (wire != 0 ? element_bytes(WIRE_F32) : element_bytes(ROWS_F32));
 #pragma unroll 1
@@ -149,15 +152,16 @@ __device__ inline void put_sums(Producer& producer, const Sums& sums, const Summ
         u8* const to = target(left);
         const bool copy = single_as_is && rows != 0 && (rows & (rows - 1)) == 0;
 #pragma unroll 1
-        for (u32 vector = 0; vector < cut.vectors; vector += cut.stride()) {
+        for (u32 vector = segments.first; vector < segments.vectors; vector += segments.step) {
             u8* const segment = to + static_cast<u64>(vector) * bytes;
-            if (rows == 0) producer.put(STEP_STORE | wire, reinterpret_cast<u64>(segment), cut.count(vector));
+            const u32 count = segments.count(vector);
+            if (rows == 0) producer.put(STEP_STORE | wire, reinterpret_cast<u64>(segment), count);
 #pragma unroll 1
             for (u32 rest = rows; rest != 0; rest &= rest - 1) {
                 const Summand summand = summand_of(mine, __ffs(rest) - 1);
                 const bool last = (rest & (rest - 1)) == 0;
                 const u32 what = copy ? STEP_COPY : STEP_ADD | summand.flags() | (last ? STEP_STORE | wire : 0);
-                producer.put(summand, vector, what, segment);
+                producer.put(summand, vector, count, what, segment);
             }
         }
     }
@@ -166,19 +170,20 @@ __device__ inline void put_sums(Producer& producer, const Sums& sums, const Summ
 // Puts the steps of one sum of any number of rows: sums of more rows than a batch holds are rare. `rows.at(index)` is called by
 // all lanes with the same index.
 template <class Rows>
-__device__ inline void put_long_sum(Producer& producer, u32 count, const Rows& rows, u32 wire, u8* to) {
-    const Cut& cut = producer.cut;
+__device__ inline void put_long_sum(Producer& producer, const Segments& segments, u32 rows_in_sum, const Rows& rows, u32 wire,
+                                    u8* to) {
     const u32 bytes = LENGTH * (wire != 0 ? element_bytes(WIRE_F32) : element_bytes(ROWS_F32));
 #pragma unroll 1
-    for (u32 vector = 0; vector < cut.vectors; vector += cut.stride()) {
+    for (u32 vector = segments.first; vector < segments.vectors; vector += segments.step) {
         u8* const segment = to + static_cast<u64>(vector) * bytes;
+        const u32 count = segments.count(vector);
 #pragma unroll 1
-        for (u32 index = 0; index < count; index++) {
+        for (u32 index = 0; index < rows_in_sum; index++) {
             const Summand summand = rows.at(index);
             if ((summand.flags() & SUM_ALIVE) == 0) continue;
-            producer.put(summand, vector, STEP_ADD | summand.flags(), segment);
+            producer.put(summand, vector, count, STEP_ADD | summand.flags(), segment);
         }
-        producer.put(STEP_STORE | wire, reinterpret_cast<u64>(segment), cut.count(vector));
+        producer.put(STEP_STORE | wire, reinterpret_cast<u64>(segment), count);
     }
 }
 
@@ -186,8 +191,7 @@ __device__ inline void put_long_sum(Producer& producer, u32 count, const Rows& r
 struct Consumer {
     static constexpr u32 NO_STAGE = Team::STAGES;
     const Team team;
-    const u32 slice;  // vectors of a slice
-    const u32 first;  // this consumer's first vector in a segment
+    const u32 which;  // of the team's consumers
     const u32 lane;
     RingPosition place;
     // One bit per stage: the parity of the phase of `other` for its next STEP_FLAG.
@@ -195,8 +199,7 @@ struct Consumer {
     // A stage that a bulk store may still be reading.
     u32 stored = NO_STAGE;
 
-    __device__ Consumer(const Team& team, u32 which, u32 hidden)
-        : team(team), slice(Cut(hidden).slice), first(which * slice), lane(in_register(lane_id())) {}
+    __device__ Consumer(const Team& team, u32 which) : team(team), which(which), lane(in_register(lane_id())) {}
 
     // Waits for the next step.
     __device__ Step take() const {
@@ -204,8 +207,9 @@ struct Consumer {
         return Step::of(ld_shared_v4(team.step(place.at)));
     }
 
-    // Vectors of this consumer's slice of a segment of `count` vectors.
-    __device__ u32 part(u32 count) const { return min(count - min(count, first), slice); }
+    // This consumer's slice of a segment of `count` vectors: its first vector, and its vectors.
+    __device__ u32 first(u32 count) const { return which * slice_of(count); }
+    __device__ u32 part(u32 count) const { return min(count - min(count, first(count)), slice_of(count)); }
 
     __device__ SharedAddress stage() const { return team.stage(place.at); }
 
@@ -244,7 +248,7 @@ struct Consumer {
         await_stores<0>();
         __syncwarp();
         const SharedAddress other = team.other(place.at);
-        if (first != 0) {
+        if (which != 0) {
             if (lane == 0) mbarrier_arrive(other);
             return;
         }
@@ -281,15 +285,16 @@ __device__ inline void count_written(const CombineParams& p, u32 domain, u32 fir
     }
 }
 
-// Adds the row of a step. `turns`: vectors of a lane.
-__device__ inline void add_row(const Consumer& consumer, const Step& step, u32 turns, Sum& sum) {
+// Adds the row of a step. `mine`: this lane's first vector in the segment; `turns`: vectors of a lane.
+__device__ inline void add_row(const Consumer& consumer, const Step& step, u32 mine, u32 turns, Sum& sum) {
     const bool f32 = ANY_F32 && (step.what & SUM_F32) != 0;
-    sum.add(consumer.stage() + (consumer.first + consumer.lane) * LENGTH * element_bytes(f32), turns, f32);
+    sum.add(consumer.stage() + mine * LENGTH * element_bytes(f32), turns, f32);
 }
 
 // Does the steps of one segment of a sum; `step` is the first of them. The sum stays in registers.
 __device__ inline void add_up(Consumer& consumer, Step step) {
     // The same for all steps of a sum.
+    const u32 begin = consumer.first(step.count), mine = begin + consumer.lane;
     const u32 count = consumer.part(step.count), turns = div_up(count, WARP);
     Sum sum;
     sum.clear();
@@ -302,21 +307,21 @@ __device__ inline void add_up(Consumer& consumer, Step step) {
             group.clear();
 #pragma unroll 1
             for (;;) {
-                add_row(consumer, step, turns, group);
+                add_row(consumer, step, mine, turns, group);
                 if ((step.what & SUM_TOGETHER) != 0) break;
                 consumer.release();
                 step = consumer.take();
             }
             sum.add(group);
         } else if ((step.what & STEP_ADD) != 0) {
-            add_row(consumer, step, turns, sum);
+            add_row(consumer, step, mine, turns, sum);
         }
         if ((step.what & STEP_STORE) != 0) break;
         consumer.release();
         step = consumer.take();
     }
     u8* const to = reinterpret_cast<u8*>(step.to);
-    const u32 first = consumer.first * LENGTH;
+    const u32 first = begin * LENGTH;
     if (SAME_TYPE && (step.what & STEP_WIRE) != 0) {
         // Over the link, a bulk store takes half as long as stores by the lanes. Its source is this consumer's slice of
         // the current stage, which is free for the sum: the row in it, if any, has been added. (If rows and sums had
@@ -338,12 +343,12 @@ __device__ inline void add_up(Consumer& consumer, Step step) {
 // Does the steps of a team, as one of its consumers.
 __device__ inline void consume(const CombineParams& p, const Team& team, u32 which, u32 epoch) {
     constexpr u32 COPY_BYTES = LENGTH * element_bytes(WIRE_F32);
-    Consumer consumer(team, which, p.hidden);
+    Consumer consumer(team, which);
 #pragma unroll 1
     for (;;) {
         const Step step = consumer.take();
         if ((step.what & STEP_COPY) != 0) {
-            const u32 first = consumer.first * COPY_BYTES;
+            const u32 first = consumer.first(step.count) * COPY_BYTES;
             consumer.store(reinterpret_cast<u8*>(step.to) + first, consumer.stage() + first,
                            consumer.part(step.count) * COPY_BYTES);
             continue;

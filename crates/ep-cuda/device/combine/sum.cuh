@@ -57,18 +57,27 @@ __device__ inline Summand summand_of(const Summand& mine, u32 lane) {
     return {__shfl_sync(ALL_LANES, mine.word, lane)};
 }
 
-// How rows are cut: into as few segments as possible, all but the last of equal size.
-struct Cut {
-    u32 vectors;  // vectors of a row
-    u32 slice;    // vectors of a full slice
+// Vectors of a slice of a segment of `count` vectors: each consumer has one, and the last ones may be shorter or empty.
+__device__ inline u32 slice_of(u32 count) { return div_up(count, SLICES * WARP) * WARP; }
 
-    __device__ explicit Cut(u32 hidden) : vectors(div_up(hidden, LENGTH)) {
-        const u32 segments = div_up(vectors, SLICES * TURNS * WARP);
-        slice = div_up(vectors, segments * SLICES * WARP) * WARP;
+// The segments of a row that are one share. A row is cut into as few segments as possible, all but the last of equal size, but at
+// least into one for each share. Usually all segments are one share, which one team adds. If a rank has few tokens, its rows have
+// 2 or 4 shares, which are items of their own, so that several teams work on a token. Share s has each segment number n
+// for which n modulo the number of shares is s.
+struct Segments {
+    u32 vectors;  // of a row
+    u32 stride;   // vectors of a full segment
+    u32 first;    // the first vector of the first segment
+    u32 step;     // vectors from one segment to the next one of the share
+
+    __device__ explicit Segments(u32 hidden, u32 share_bits = 0, u32 share = 0) : vectors(div_up(hidden, LENGTH)) {
+        const u32 segments = max(div_up(vectors, SLICES * TURNS * WARP), 1u << share_bits);
+        stride = SLICES * slice_of(div_up(vectors, segments));
+        first = share * stride;
+        step = stride << share_bits;
     }
-    __device__ u32 stride() const { return SLICES * slice; }
-    // Vectors of the segment that begins at `first`.
-    __device__ u32 count(u32 first) const { return min(stride(), vectors - first); }
+    // Vectors of the segment that begins at `vector`.
+    __device__ u32 count(u32 vector) const { return min(stride, vectors - vector); }
 };
 
 // Where sums are stored.

@@ -15,7 +15,7 @@ struct DstCopy;
 constexpr u32 MAX_RANKS = 72;
 // Maximum number of chunks of one rank's tokens.
 constexpr u32 MAX_CHUNKS = 1024;
-// Maximum number of groups of pieces of a row. Each group has its own flags.
+// Maximum number of groups of pieces of a row in dispatch, and of shares of a row in combine. Each has its own flags.
 constexpr u32 MAX_GROUPS = 4;
 // Maximum number of flags for one source in a control block. A source is a rank of the world.
 constexpr u32 MAX_FLAGS = 4096;
@@ -45,6 +45,8 @@ constexpr u32 LANE_COMMAND_WORDS = 8;
 constexpr u32 MOST_STAGES = 128;
 // Words of a call that must be equal on all ranks: see src/call.rs.
 constexpr u32 CALL_WORDS = 6;
+// Words of 32 bits of a `Handshake`.
+constexpr u32 HANDSHAKE_WORDS = 38;
 // Bytes of a worker's buffer for scales, if dispatch quantises.
 constexpr u32 SCALE_BUFFER_BYTES = 512;
 // Stages of the ring of a team of combine.
@@ -212,9 +214,9 @@ struct FaultReport {
     FaultRecord theirs;
 };
 
-// What a rank writes to the control block of every rank of its domain when it enters an operator (in preprocess, after
-// its counts): the epoch, the addresses of its outputs and lists, and the signature of its call. Addresses are the
-// sender's; the receiver adds `Common::delta`.
+// What a rank tells every rank of its domain when it enters an operator (in preprocess, after its counts): the addresses
+// of its outputs and lists, and its call. Addresses are the sender's; the receiver adds `Common::delta`. It travels as
+// packets (`Control::handshake`).
 struct Handshake {
     // dispatch: received tokens; combine: partial sums.
     u64 tokens;
@@ -229,19 +231,21 @@ struct Handshake {
     u64 recv_begin;
     u64 dst_copies;
     u64 dst_begin;
-    // The lists of the foreign sets that the sender forwards.
+    u32 chunks;
+    // Checksum of `call`.
+    u32 signature;
+    // The logarithm to base 2 of the number of items of one chunk of the sender's tokens. Each has a part of every row, and
+    // flags of its own: a group of pieces (dispatch) or a share (combine, `Segments` in sum.cuh).
+    u32 share_bits;
+    // Whether the sender has given up in an earlier operator: then its lists may be unfinished. Set by the kernel.
+    u32 given_up;
+    // With rails: the lists of the foreign sets that the sender forwards.
     u64 sets;
-    // combine: partial sums and probabilities of those sets.
+    // combine with rails: partial sums and probabilities of those sets.
     u64 set_tokens;
     u64 set_probs;
     // The arguments of the sender's call; read only if the signatures differ.
     u64 call[CALL_WORDS];
-    u32 chunks;
-    // Checksum of `call`.
-    u32 signature;
-    // Written last, with release order.
-    u32 epoch;
-    u32 reserved;
 };
 
 // A copy of a part of a `RailPlan`, in GPU memory.
@@ -287,8 +291,10 @@ struct Control {
     u32 more_arrived[MAX_RANKS + 1];
     // This rank's first fault; peers read it when this rank has given up.
     FaultRecord record;
-    // `handshake[epoch % 2][peer]`.
-    Handshake handshake[2][MAX_RANKS];
+    // `handshake[epoch % 2][peer][word]`: a packet, which has a word of the peer's `Handshake` in its lower half and the
+    // epoch in its upper half. A reader knows of each packet whether it belongs to an operator. So packets need no order
+    // among each other, and the writer waits for none of them.
+    u64 handshake[2][MAX_RANKS][HANDSHAKE_WORDS];
     // `flags[rank][index]`: the epoch in which a rank of the domain has written what the index stands for: the chunk in
     // combine, the item in dispatch (`ArrivalItems::flag`). `rank` is the writer of the flag; for foreign sets it is
     // the writer's rail peer in the set's domain (`alias` in rails.cuh).
@@ -318,6 +324,8 @@ struct PeerView {
     // The flags that this rank sets on the peer.
     u32* flags;
     u32 chunks;
+    // Of a rank, its `Handshake::share_bits`; of a foreign set, this rank's, since with rails all ranks have the same.
+    u32 share_bits;
 };
 
 // A part of a lane: elements of `stride` bytes, the first at `offset`. A section with stride 0 is not used.
@@ -403,14 +411,16 @@ struct Common {
     u32 rank;
     u32 ranks;
     u32 experts;
-    u32 signature;
+    // The operator as a number of `ep::Operator`.
+    u32 operation;
     // Entry bound. `bound_of` (sync.cuh) computes the length of each wait from this bound and the next one.
     u64 timeout_ns;
     // Stall bound.
     u64 stall_timeout_ns;
     Control* own;
     FaultReport* report;
-    u64 call[CALL_WORDS];
+    // This rank's.
+    Handshake handshake;
     // Every rank's control block, in this rank's addresses. For a mirrored rank, the mirror, which ends before
     // `Control::handshake`.
     Control* control[MAX_RANKS];
@@ -418,8 +428,7 @@ struct Common {
     i64 delta[MAX_RANKS];
     // First expert position of every rank, and one past the last position.
     u32 owner_begin[MAX_RANKS + 1];
-    // The operator as a number of `ep::Operator`.
-    u32 operation;
+    u32 reserved;
     Rails rails;
 };
 
@@ -504,12 +513,14 @@ struct DispatchParams {
     u32 row_bytes_in;
     u32 row_bytes_out;
     u32 scale_row_bytes;
-    // Number of pieces of a row.
+    // Number of pieces of a row of this rank's tokens. They form groups, whose number is in `Handshake::share_bits`: group g
+    // has the pieces g, g + groups, g + 2 groups, ...
     u32 pieces;
     // Bytes of a piece of an input row.
     u32 piece_bytes;
-    // Number of groups of pieces: group g has the pieces g, g + groups, g + 2 groups, ...
-    u32 groups;
+    // 1: a row has several pieces because it is long, and those of all ranks are equal. 0: a row is one piece, or one group
+    // for each piece because its rank has few tokens, which differs between ranks.
+    u32 long_rows;
     // Number of stages of one worker's ring.
     u32 stages;
     // Distance between two stages, in bytes.
@@ -721,6 +732,11 @@ constexpr u32 stage_stride(u32 piece_bytes) {
     return round_up(piece_bytes, 128);
 }
 
+// Bytes of a piece of a row of `row_bytes` bytes that has a group for each piece, because the rank has few tokens.
+constexpr u32 share_bytes(u32 row_bytes, u32 groups) {
+    return round_up((row_bytes + groups - 1) / groups, 16);
+}
+
 // Bytes of a worker of dispatch: its ring and, if it quantises, its scales.
 constexpr u32 dispatch_worker_bytes(u32 stages, u32 stage_bytes, u32 quantize) {
     return stages * stage_bytes + quantize * SCALE_BUFFER_BYTES;
@@ -802,14 +818,14 @@ static_assert(OFFSET_OF(Handshake, recv) == 32);
 static_assert(OFFSET_OF(Handshake, recv_begin) == 40);
 static_assert(OFFSET_OF(Handshake, dst_copies) == 48);
 static_assert(OFFSET_OF(Handshake, dst_begin) == 56);
-static_assert(OFFSET_OF(Handshake, sets) == 64);
-static_assert(OFFSET_OF(Handshake, set_tokens) == 72);
-static_assert(OFFSET_OF(Handshake, set_probs) == 80);
-static_assert(OFFSET_OF(Handshake, call) == 88);
-static_assert(OFFSET_OF(Handshake, chunks) == 136);
-static_assert(OFFSET_OF(Handshake, signature) == 140);
-static_assert(OFFSET_OF(Handshake, epoch) == 144);
-static_assert(OFFSET_OF(Handshake, reserved) == 148);
+static_assert(OFFSET_OF(Handshake, chunks) == 64);
+static_assert(OFFSET_OF(Handshake, signature) == 68);
+static_assert(OFFSET_OF(Handshake, share_bits) == 72);
+static_assert(OFFSET_OF(Handshake, given_up) == 76);
+static_assert(OFFSET_OF(Handshake, sets) == 80);
+static_assert(OFFSET_OF(Handshake, set_tokens) == 88);
+static_assert(OFFSET_OF(Handshake, set_probs) == 96);
+static_assert(OFFSET_OF(Handshake, call) == 104);
 static_assert(sizeof(Handshake) == 152);
 static_assert(OFFSET_OF(SeenPlan, sections) == 0);
 static_assert(OFFSET_OF(SeenPlan, rows) == 24);
@@ -830,11 +846,11 @@ static_assert(OFFSET_OF(Control, set_taken) == 544);
 static_assert(OFFSET_OF(Control, more_arrived) == 832);
 static_assert(OFFSET_OF(Control, record) == 1128);
 static_assert(OFFSET_OF(Control, handshake) == 1280);
-static_assert(OFFSET_OF(Control, flags) == 23168);
-static_assert(OFFSET_OF(Control, rail_seen) == 1202816);
-static_assert(OFFSET_OF(Control, rail_looking) == 1203968);
-static_assert(OFFSET_OF(Control, rail_plans) == 1204256);
-static_assert(sizeof(Control) == 1208864);
+static_assert(OFFSET_OF(Control, flags) == 45056);
+static_assert(OFFSET_OF(Control, rail_seen) == 1224704);
+static_assert(OFFSET_OF(Control, rail_looking) == 1225856);
+static_assert(OFFSET_OF(Control, rail_plans) == 1226144);
+static_assert(sizeof(Control) == 1230752);
 static_assert(OFFSET_OF(PeerView, tokens) == 0);
 static_assert(OFFSET_OF(PeerView, scales) == 8);
 static_assert(OFFSET_OF(PeerView, probs) == 16);
@@ -845,6 +861,7 @@ static_assert(OFFSET_OF(PeerView, dst_copies) == 48);
 static_assert(OFFSET_OF(PeerView, dst_begin) == 56);
 static_assert(OFFSET_OF(PeerView, flags) == 64);
 static_assert(OFFSET_OF(PeerView, chunks) == 72);
+static_assert(OFFSET_OF(PeerView, share_bits) == 76);
 static_assert(sizeof(PeerView) == 80);
 static_assert(OFFSET_OF(RailSection, offset) == 0);
 static_assert(OFFSET_OF(RailSection, stride) == 8);
@@ -888,18 +905,18 @@ static_assert(sizeof(Rails) == 56);
 static_assert(OFFSET_OF(Common, rank) == 0);
 static_assert(OFFSET_OF(Common, ranks) == 4);
 static_assert(OFFSET_OF(Common, experts) == 8);
-static_assert(OFFSET_OF(Common, signature) == 12);
+static_assert(OFFSET_OF(Common, operation) == 12);
 static_assert(OFFSET_OF(Common, timeout_ns) == 16);
 static_assert(OFFSET_OF(Common, stall_timeout_ns) == 24);
 static_assert(OFFSET_OF(Common, own) == 32);
 static_assert(OFFSET_OF(Common, report) == 40);
-static_assert(OFFSET_OF(Common, call) == 48);
-static_assert(OFFSET_OF(Common, control) == 96);
-static_assert(OFFSET_OF(Common, delta) == 672);
-static_assert(OFFSET_OF(Common, owner_begin) == 1248);
-static_assert(OFFSET_OF(Common, operation) == 1540);
-static_assert(OFFSET_OF(Common, rails) == 1544);
-static_assert(sizeof(Common) == 1600);
+static_assert(OFFSET_OF(Common, handshake) == 48);
+static_assert(OFFSET_OF(Common, control) == 200);
+static_assert(OFFSET_OF(Common, delta) == 776);
+static_assert(OFFSET_OF(Common, owner_begin) == 1352);
+static_assert(OFFSET_OF(Common, reserved) == 1644);
+static_assert(OFFSET_OF(Common, rails) == 1648);
+static_assert(sizeof(Common) == 1704);
 static_assert(OFFSET_OF(HandleView, sends) == 0);
 static_assert(OFFSET_OF(HandleView, send_begin) == 8);
 static_assert(OFFSET_OF(HandleView, token_begin) == 16);
@@ -919,65 +936,65 @@ static_assert(OFFSET_OF(HandleView, chunk_tokens) == 112);
 static_assert(OFFSET_OF(HandleView, permuted) == 116);
 static_assert(sizeof(HandleView) == 120);
 static_assert(OFFSET_OF(PreprocessParams, common) == 0);
-static_assert(OFFSET_OF(PreprocessParams, handle) == 1600);
-static_assert(OFFSET_OF(PreprocessParams, form) == 1720);
-static_assert(OFFSET_OF(PreprocessParams, topk) == 1724);
-static_assert(OFFSET_OF(PreprocessParams, pad_multiple) == 1728);
-static_assert(OFFSET_OF(PreprocessParams, capacity) == 1732);
-static_assert(OFFSET_OF(PreprocessParams, count_words) == 1736);
-static_assert(OFFSET_OF(PreprocessParams, tile) == 1740);
-static_assert(OFFSET_OF(PreprocessParams, most_copies) == 1744);
-static_assert(OFFSET_OF(PreprocessParams, reserved) == 1748);
-static_assert(OFFSET_OF(PreprocessParams, topk_idx) == 1752);
-static_assert(OFFSET_OF(PreprocessParams, topk_idx_wide) == 1760);
-static_assert(OFFSET_OF(PreprocessParams, weights) == 1768);
-static_assert(OFFSET_OF(PreprocessParams, map) == 1776);
-static_assert(OFFSET_OF(PreprocessParams, row_begin) == 1784);
-static_assert(OFFSET_OF(PreprocessParams, row_experts) == 1792);
-static_assert(OFFSET_OF(PreprocessParams, position_of) == 1800);
-static_assert(OFFSET_OF(PreprocessParams, block_columns) == 1808);
-static_assert(OFFSET_OF(PreprocessParams, host_shape) == 1816);
-static_assert(OFFSET_OF(PreprocessParams, tokens_per_expert) == 1824);
-static_assert(OFFSET_OF(PreprocessParams, kept_per_expert) == 1832);
-static_assert(OFFSET_OF(PreprocessParams, overflow) == 1840);
-static_assert(sizeof(PreprocessParams) == 1848);
+static_assert(OFFSET_OF(PreprocessParams, handle) == 1704);
+static_assert(OFFSET_OF(PreprocessParams, form) == 1824);
+static_assert(OFFSET_OF(PreprocessParams, topk) == 1828);
+static_assert(OFFSET_OF(PreprocessParams, pad_multiple) == 1832);
+static_assert(OFFSET_OF(PreprocessParams, capacity) == 1836);
+static_assert(OFFSET_OF(PreprocessParams, count_words) == 1840);
+static_assert(OFFSET_OF(PreprocessParams, tile) == 1844);
+static_assert(OFFSET_OF(PreprocessParams, most_copies) == 1848);
+static_assert(OFFSET_OF(PreprocessParams, reserved) == 1852);
+static_assert(OFFSET_OF(PreprocessParams, topk_idx) == 1856);
+static_assert(OFFSET_OF(PreprocessParams, topk_idx_wide) == 1864);
+static_assert(OFFSET_OF(PreprocessParams, weights) == 1872);
+static_assert(OFFSET_OF(PreprocessParams, map) == 1880);
+static_assert(OFFSET_OF(PreprocessParams, row_begin) == 1888);
+static_assert(OFFSET_OF(PreprocessParams, row_experts) == 1896);
+static_assert(OFFSET_OF(PreprocessParams, position_of) == 1904);
+static_assert(OFFSET_OF(PreprocessParams, block_columns) == 1912);
+static_assert(OFFSET_OF(PreprocessParams, host_shape) == 1920);
+static_assert(OFFSET_OF(PreprocessParams, tokens_per_expert) == 1928);
+static_assert(OFFSET_OF(PreprocessParams, kept_per_expert) == 1936);
+static_assert(OFFSET_OF(PreprocessParams, overflow) == 1944);
+static_assert(sizeof(PreprocessParams) == 1952);
 static_assert(OFFSET_OF(DispatchParams, common) == 0);
-static_assert(OFFSET_OF(DispatchParams, handle) == 1600);
-static_assert(OFFSET_OF(DispatchParams, tokens) == 1720);
-static_assert(OFFSET_OF(DispatchParams, scales) == 1728);
-static_assert(OFFSET_OF(DispatchParams, dense) == 1736);
-static_assert(OFFSET_OF(DispatchParams, out_tokens) == 1744);
-static_assert(OFFSET_OF(DispatchParams, out_scales) == 1752);
-static_assert(OFFSET_OF(DispatchParams, out_probs) == 1760);
-static_assert(OFFSET_OF(DispatchParams, out_local_experts) == 1768);
-static_assert(OFFSET_OF(DispatchParams, probs) == 1776);
-static_assert(OFFSET_OF(DispatchParams, scale_format) == 1780);
-static_assert(OFFSET_OF(DispatchParams, row_bytes_in) == 1784);
-static_assert(OFFSET_OF(DispatchParams, row_bytes_out) == 1788);
-static_assert(OFFSET_OF(DispatchParams, scale_row_bytes) == 1792);
-static_assert(OFFSET_OF(DispatchParams, pieces) == 1796);
-static_assert(OFFSET_OF(DispatchParams, piece_bytes) == 1800);
-static_assert(OFFSET_OF(DispatchParams, groups) == 1804);
-static_assert(OFFSET_OF(DispatchParams, stages) == 1808);
-static_assert(OFFSET_OF(DispatchParams, stage_bytes) == 1812);
-static_assert(OFFSET_OF(DispatchParams, senders) == 1816);
-static_assert(OFFSET_OF(DispatchParams, unused) == 1820);
-static_assert(sizeof(DispatchParams) == 1824);
+static_assert(OFFSET_OF(DispatchParams, handle) == 1704);
+static_assert(OFFSET_OF(DispatchParams, tokens) == 1824);
+static_assert(OFFSET_OF(DispatchParams, scales) == 1832);
+static_assert(OFFSET_OF(DispatchParams, dense) == 1840);
+static_assert(OFFSET_OF(DispatchParams, out_tokens) == 1848);
+static_assert(OFFSET_OF(DispatchParams, out_scales) == 1856);
+static_assert(OFFSET_OF(DispatchParams, out_probs) == 1864);
+static_assert(OFFSET_OF(DispatchParams, out_local_experts) == 1872);
+static_assert(OFFSET_OF(DispatchParams, probs) == 1880);
+static_assert(OFFSET_OF(DispatchParams, scale_format) == 1884);
+static_assert(OFFSET_OF(DispatchParams, row_bytes_in) == 1888);
+static_assert(OFFSET_OF(DispatchParams, row_bytes_out) == 1892);
+static_assert(OFFSET_OF(DispatchParams, scale_row_bytes) == 1896);
+static_assert(OFFSET_OF(DispatchParams, pieces) == 1900);
+static_assert(OFFSET_OF(DispatchParams, piece_bytes) == 1904);
+static_assert(OFFSET_OF(DispatchParams, long_rows) == 1908);
+static_assert(OFFSET_OF(DispatchParams, stages) == 1912);
+static_assert(OFFSET_OF(DispatchParams, stage_bytes) == 1916);
+static_assert(OFFSET_OF(DispatchParams, senders) == 1920);
+static_assert(OFFSET_OF(DispatchParams, unused) == 1924);
+static_assert(sizeof(DispatchParams) == 1928);
 static_assert(OFFSET_OF(CombineParams, common) == 0);
-static_assert(OFFSET_OF(CombineParams, handle) == 1600);
-static_assert(OFFSET_OF(CombineParams, rows) == 1720);
-static_assert(OFFSET_OF(CombineParams, row_probs) == 1728);
-static_assert(OFFSET_OF(CombineParams, prob_stride) == 1736);
-static_assert(OFFSET_OF(CombineParams, out_tokens) == 1744);
-static_assert(OFFSET_OF(CombineParams, out_probs) == 1752);
-static_assert(OFFSET_OF(CombineParams, partials) == 1760);
-static_assert(OFFSET_OF(CombineParams, prob_scratch) == 1768);
-static_assert(OFFSET_OF(CombineParams, set_partials) == 1776);
-static_assert(OFFSET_OF(CombineParams, set_prob_scratch) == 1784);
-static_assert(OFFSET_OF(CombineParams, set_done) == 1792);
-static_assert(OFFSET_OF(CombineParams, hidden) == 1800);
-static_assert(OFFSET_OF(CombineParams, slack) == 1804);
-static_assert(sizeof(CombineParams) == 1808);
+static_assert(OFFSET_OF(CombineParams, handle) == 1704);
+static_assert(OFFSET_OF(CombineParams, rows) == 1824);
+static_assert(OFFSET_OF(CombineParams, row_probs) == 1832);
+static_assert(OFFSET_OF(CombineParams, prob_stride) == 1840);
+static_assert(OFFSET_OF(CombineParams, out_tokens) == 1848);
+static_assert(OFFSET_OF(CombineParams, out_probs) == 1856);
+static_assert(OFFSET_OF(CombineParams, partials) == 1864);
+static_assert(OFFSET_OF(CombineParams, prob_scratch) == 1872);
+static_assert(OFFSET_OF(CombineParams, set_partials) == 1880);
+static_assert(OFFSET_OF(CombineParams, set_prob_scratch) == 1888);
+static_assert(OFFSET_OF(CombineParams, set_done) == 1896);
+static_assert(OFFSET_OF(CombineParams, hidden) == 1904);
+static_assert(OFFSET_OF(CombineParams, slack) == 1908);
+static_assert(sizeof(CombineParams) == 1912);
 static_assert(OFFSET_OF(WeightRowsParams, values) == 0);
 static_assert(OFFSET_OF(WeightRowsParams, rows) == 8);
 static_assert(OFFSET_OF(WeightRowsParams, weights) == 16);

@@ -128,6 +128,12 @@ __device__ inline u64 ld_relaxed_sys_u64(const u64* pointer) {
     return value;
 }
 
+// A store that earlier stores, before this thread's last `fence_acq_rel_sys`, come before: the two are a release. One fence serves
+// several such stores; each `st_release_sys` has a fence of its own, which waits for all stores before it.
+__device__ inline void st_fenced_sys_u64(u64* pointer, u64 value) {
+    asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(pointer), "l"(value) : "memory");
+}
+
 __device__ inline void fence_acq_rel_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 
 // ---- asynchronous copies of 16 bytes

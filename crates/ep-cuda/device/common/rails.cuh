@@ -75,7 +75,7 @@ __device__ inline void publish_plan(const Common& c, u32 epoch, u32 domain, cons
         const uint2 end = ends(unit);
         plan->ends[unit] = {end.x, end.y};
     }
-    if (threadIdx.x < CALL_WORDS) plan->call[threadIdx.x] = c.call[threadIdx.x];
+    if (threadIdx.x < CALL_WORDS) plan->call[threadIdx.x] = c.handshake.call[threadIdx.x];
     // Constant indices, so that `head` stays in registers.
 #pragma unroll
     for (u32 at = 0; at < RAIL_SECTIONS; at++)
@@ -87,7 +87,7 @@ __device__ inline void publish_plan(const Common& c, u32 epoch, u32 domain, cons
     plan->units = head.units;
     plan->flags_per_unit = head.flags_per_unit;
     plan->chunk_rows = c.rails.chunk_rows;
-    plan->signature = c.signature;
+    plan->signature = c.handshake.signature;
     st_release_sys(&plan->epoch, epoch);
 }
 
@@ -162,8 +162,8 @@ struct Arrival {
         u64 offsets[RAIL_SECTIONS];
 #pragma unroll
         for (u32 at = 0; at < RAIL_SECTIONS; at++) offsets[at] = ld_relaxed_sys_u64(&plan.sections[at].offset);
-        if (signature != c.signature) {
-            report_mismatch(c, rail_peer(c, domain), plan.call, signature);
+        if (signature != c.handshake.signature) {
+            report_plan_mismatch(c, rail_peer(c, domain), plan.call, signature);
             return false;
         }
         copy.rows = rows;
@@ -276,23 +276,23 @@ __device__ inline u32 alias(const Common& c, u32 source) {
 
 // The view of a source in another domain. `set_bytes` and `set_prob_bytes`: distance between two sets in the memory
 // that the forwarder's handshake names.
-__device__ inline PeerView foreign_view(const Common& c, const HandleView& own, u32 epoch, u32 source, u64 set_bytes,
-                                        u64 set_prob_bytes) {
+__device__ inline PeerView foreign_view(const Common& c, const HandleView& own, u32 source, const AwaitedWords& words,
+                                        u64 set_bytes, u64 set_prob_bytes) {
     const u32 forwarder = forwarder_of(c, source), domain = domain_of(c, source);
-    const Handshake* handshake = &c.own->handshake[epoch & 1][forwarder];
     const i64 delta = c.delta[forwarder];
     const SetLists lists(c);
-    const auto* base = of_peer<const u8>(ld_relaxed_sys_u64(&handshake->sets), delta) + domain * lists.end;
+    const auto* base = of_peer<const u8>(words.both(HANDSHAKE_WORD(sets)), delta) + domain * lists.end;
     PeerView view{};
     view.chunks = div_up(own.set_rows[source], c.rails.chunk_rows);
+    view.share_bits = c.handshake.share_bits;
     view.recv = reinterpret_cast<const Receive*>(base + lists.recv);
     view.recv_begin = reinterpret_cast<const u32*>(base + lists.recv_begin) + c.rank * (view.chunks + 1);
     view.dst_copies = reinterpret_cast<const DstCopy*>(base + lists.dst_copies);
     view.dst_begin = reinterpret_cast<const u32*>(base + lists.dst_begin) + c.rank * (view.chunks + 1);
     view.flags = c.control[forwarder]->flags[alias(c, source)];
-    u8* tokens = of_peer<u8>(ld_relaxed_sys_u64(&handshake->set_tokens), delta);
+    u8* tokens = of_peer<u8>(words.both(HANDSHAKE_WORD(set_tokens)), delta);
     view.tokens = tokens == nullptr ? nullptr : tokens + domain * set_bytes;
-    auto* probs = of_peer<u8>(ld_relaxed_sys_u64(&handshake->set_probs), delta);
+    auto* probs = of_peer<u8>(words.both(HANDSHAKE_WORD(set_probs)), delta);
     view.probs = probs == nullptr ? nullptr : reinterpret_cast<float*>(probs + domain * set_prob_bytes);
     return view;
 }
@@ -303,9 +303,9 @@ __device__ inline bool await_domain(const Common& c, const HandleView& own, u32 
                                     u64 set_prob_bytes) {
     return await_views(
         c, epoch, peers, [&](u32 source) { return forwarder_of(c, source); },
-        [&](u32 source) {
+        [&](u32 source, const AwaitedWords& words) {
             const bool foreign = domain_of(c, source) != c.rails.domain;
-            return foreign ? foreign_view(c, own, epoch, source, set_bytes, set_prob_bytes) : view_of(c, epoch, source);
+            return foreign ? foreign_view(c, own, source, words, set_bytes, set_prob_bytes) : view_of(c, source, words);
         });
 }
 
@@ -324,10 +324,10 @@ __device__ inline u32 source_at(const Common& c, u32 index) {
     return in_circle(c, source);
 }
 
-// The largest `count(chunks)` of all sources. `chunks` is a source's number of chunks.
+// The largest `count(view)` of the views of all sources.
 template <class Count>
 __device__ inline u32 most_of_sources(const Common& c, const PeerView* peers, const Count& count) {
     u32 most = 0;
-    for (u32 index = 0; index < count_sources(c); index++) most = max(most, count(peers[source_at(c, index)].chunks));
+    for (u32 index = 0; index < count_sources(c); index++) most = max(most, count(peers[source_at(c, index)]));
     return most;
 }

@@ -75,20 +75,26 @@ __device__ __noinline__ void report_own(const Common& c, FaultKind kind, u32 pee
     report(c, fault, abort_word(FAULT_ABORTED, c.rank, c.rank));
 }
 
-// Reports that `peer` has called with other arguments.
-__device__ __noinline__ void report_mismatch(const Common& c, u32 peer, const u64* call, u32 signature) {
+// Reports that `peer` has called with other arguments: `word_of(index)` is a word of its call.
+template <class WordOf>
+__device__ inline void report_mismatch(const Common& c, u32 peer, u32 signature, const WordOf& word_of) {
     if (!claim_fault(c)) return;
 #pragma unroll 1
     for (u32 word = 0; word < CALL_WORDS; word++) {
-        c.own->record.call[word] = c.report->own.call[word] = c.call[word];
-        c.own->record.peer_call[word] = c.report->own.peer_call[word] = ld_relaxed_sys_u64(call + word);
+        c.own->record.call[word] = c.report->own.call[word] = c.handshake.call[word];
+        c.own->record.peer_call[word] = c.report->own.peer_call[word] = word_of(word);
     }
     Fault fault{};
     fault.kind = FAULT_MISMATCH;
     fault.peer = peer;
-    fault.expected = c.signature;
+    fault.expected = c.handshake.signature;
     fault.seen = signature;
     report(c, fault, abort_word(FAULT_ABORTED, c.rank, peer));
+}
+
+// The same for a peer whose rail plan has its call.
+__device__ __noinline__ void report_plan_mismatch(const Common& c, u32 peer, const u64* call, u32 signature) {
+    report_mismatch(c, peer, signature, [&](u32 word) { return ld_relaxed_sys_u64(call + word); });
 }
 
 // Copies the record of `rank` to the host's report. Returns false if that record is empty or says that the rank itself
@@ -231,43 +237,48 @@ __device__ inline bool wait_for(const Common& c, const u32* word, u32 expected, 
     return wait_until(c, Flag{word, expected}, peer, waiting_for, index);
 }
 
-// A handshake with the lists of a handle. The caller adds the addresses of its outputs.
-__device__ inline Handshake handshake_of(const Common& c, const HandleView& handle) {
-    Handshake handshake{};
-    handshake.recv = reinterpret_cast<u64>(handle.recv);
-    handshake.recv_begin = reinterpret_cast<u64>(handle.recv_begin);
-    handshake.dst_copies = reinterpret_cast<u64>(handle.dst_copies);
-    handshake.dst_begin = reinterpret_cast<u64>(handle.dst_begin);
-    if (RAILS) handshake.sets = reinterpret_cast<u64>(handle.sets);
-    handshake.chunks = handle.chunks;
-    handshake.signature = c.signature;
-    return handshake;
-}
+// A word of a handshake, by its place in `Handshake`, and the words that are awaited before an operator goes on. The others are the
+// peer's call, which is read only if it differs.
+#define HANDSHAKE_WORD(field) (OFFSET_OF(Handshake, field) / sizeof(u32))
+constexpr u32 AWAITED_WORDS = RAILS ? HANDSHAKE_WORD(call) : HANDSHAKE_WORD(sets);
+static_assert(sizeof(Handshake) == HANDSHAKE_WORDS * sizeof(u32) && AWAITED_WORDS <= WARP, "a lane awaits one word");
 
-// Writes this rank's handshake to the control blocks of all ranks of its domain, this one included. It overwrites the
-// handshake of epoch - 2, which no peer still reads as long as no rank has given up: this rank has seen the peer's handshake
-// of epoch - 1, which the peer sent after its kernel of epoch - 2 had ended. Called by all threads of one block.
-__device__ inline void send_handshake(const Common& c, Handshake handshake, u32 epoch) {
-    for (u32 peer = domain_begin(c) + threadIdx.x; peer < domain_end(c); peer += blockDim.x) {
-        Handshake* there = &c.control[peer]->handshake[epoch & 1][c.rank];
-        there->tokens = handshake.tokens;
-        there->scales = handshake.scales;
-        there->probs = handshake.probs;
-        there->local_experts = handshake.local_experts;
-        there->recv = handshake.recv;
-        there->recv_begin = handshake.recv_begin;
-        there->dst_copies = handshake.dst_copies;
-        there->dst_begin = handshake.dst_begin;
-        if (RAILS) {
-            there->sets = handshake.sets;
-            there->set_tokens = handshake.set_tokens;
-            there->set_probs = handshake.set_probs;
-        }
+__device__ inline u64 packet_of(u32 epoch, u32 word) { return static_cast<u64>(epoch) << 32 | word; }
+
+// A packet of a handshake (`Control::handshake`), as what a wait awaits.
+struct Packet {
+    const u64* packet;
+    u32 epoch;
+
+    __device__ bool is_there(const Common& c) const { return reached(seen_with(ld_acquire_sys_u64(packet)), epoch); }
+    __device__ bool is_there_now(const Common& c) const { return is_there(c); }
+    __device__ u32 seen(const Common&) const { return seen_with(ld_relaxed_sys_u64(packet)); }
+    __device__ static u32 seen_with(u64 value) { return static_cast<u32>(value >> 32); }
+};
+
+// Sends this rank's handshake to all ranks of its domain, this one included. It overwrites the handshake of epoch - 2, which no
+// peer still reads as long as no rank has given up: this rank has seen the peer's handshake of epoch - 1, which the peer sent
+// after its kernel of epoch - 2 had ended. A warp writes to one rank, beginning with the last warp, because the first ones have
+// lists to read. The fence releases what earlier kernels of this rank have written, and, after a barrier, what this block has.
+// Called by all threads of one block.
+__device__ inline void send_handshake(const Common& c, u32 epoch) {
+    const u32 warps = blockDim.x / WARP, first = warps - 1 - warp_id();
+    if (first >= domain_size(c)) return;
+    const auto* words = reinterpret_cast<const u32*>(&c.handshake);
+    constexpr u32 TURNS_OF_WARP = (HANDSHAKE_WORDS + WARP - 1) / WARP;
+    u32 mine[TURNS_OF_WARP];  // loaded while the fence waits
 #pragma unroll
-        for (u32 word = 0; word < CALL_WORDS; word++) there->call[word] = c.call[word];
-        there->chunks = handshake.chunks;
-        there->signature = handshake.signature;
-        st_release_sys(&there->epoch, epoch);
+    for (u32 turn = 0; turn < TURNS_OF_WARP; turn++) mine[turn] = words[min(turn * WARP + lane_id(), HANDSHAKE_WORDS - 1)];
+    const u32 aborted = ld_relaxed_sys(&c.own->abort);
+    if (lane_id() == HANDSHAKE_WORD(given_up)) mine[0] = aborted != 0;
+    fence_acq_rel_sys();
+    for (u32 peer = domain_begin(c) + first; peer < domain_end(c); peer += warps) {
+        u64* there = c.control[peer]->handshake[epoch & 1][c.rank];
+#pragma unroll
+        for (u32 turn = 0; turn < TURNS_OF_WARP; turn++) {
+            const u32 at = turn * WARP + lane_id();
+            if (at < HANDSHAKE_WORDS) st_fenced_sys_u64(there + at, packet_of(epoch, mine[turn]));
+        }
     }
 }
 
@@ -277,64 +288,109 @@ __device__ inline T* of_peer(u64 pointer, i64 delta) {
     return pointer == 0 ? nullptr : reinterpret_cast<T*>(pointer + static_cast<u64>(delta));
 }
 
+// The handshake of `peer` has another signature than this rank's: reports the mismatch. If the rest of the peer's call does not
+// arrive, reports that instead.
+__device__ __noinline__ void report_other_call(const Common& c, u32 epoch, u32 peer, u32 signature) {
+    const u64* call = c.own->handshake[epoch & 1][peer] + HANDSHAKE_WORD(call);
+#pragma unroll 1
+    for (u32 at = 0; at < 2 * CALL_WORDS; at++)
+        if (!wait_until(c, Packet{call + at, epoch}, peer, FOR_HANDSHAKE, 0)) return;
+    report_mismatch(c, peer, signature, [&](u32 word) {
+        return ld_relaxed_sys_u64(call + 2 * word + 1) << 32 | static_cast<u32>(ld_relaxed_sys_u64(call + 2 * word));
+    });
+}
+
 // Whether a peer's handshake has this rank's signature; if not, reports the mismatch.
 __device__ inline bool has_same_call(const Common& c, u32 epoch, u32 peer, u32 signature) {
-    if (signature == c.signature) return true;
-    report_mismatch(c, peer, c.own->handshake[epoch & 1][peer].call, signature);
+    if (signature == c.handshake.signature) return true;
+    report_other_call(c, epoch, peer, signature);
     return false;
 }
 
-// Waits for a peer's handshake. Returns false, after the fault was reported, if it does not come within the bound of
-// `waiting_for` or if the peer has called with other arguments.
-__device__ inline bool await_handshake(const Common& c, u32 epoch, u32 peer, u32 waiting_for = FOR_HANDSHAKE) {
-    const Handshake* handshake = &c.own->handshake[epoch & 1][peer];
-    return wait_for(c, &handshake->epoch, epoch, peer, waiting_for, 0) &&
-           has_same_call(c, epoch, peer, ld_relaxed_sys(&handshake->signature));
+// Waits for a word of a peer's handshake. Returns false, after the fault was reported, if it does not come within the entry bound.
+__device__ inline bool await_word(const Common& c, u32 epoch, u32 peer, u32 at, u32& word) {
+    const u64* packet = &c.own->handshake[epoch & 1][peer][at];
+    // The usual case, in which the packet that ends the wait need not be loaded again.
+#pragma unroll 1
+    for (u32 poll = 0; poll < POLLS; poll++) {
+        const u64 value = ld_acquire_sys_u64(packet);
+        word = static_cast<u32>(value);
+        if (reached(Packet::seen_with(value), epoch)) return true;
+    }
+    if (!wait_long(c, Packet{packet, epoch}, peer, FOR_HANDSHAKE, 0)) return false;
+    word = static_cast<u32>(ld_relaxed_sys_u64(packet));
+    return true;
 }
 
-// A peer's handshake in this rank's addresses.
-__device__ inline PeerView view_of(const Common& c, u32 epoch, u32 peer) {
-    const Handshake* handshake = &c.own->handshake[epoch & 1][peer];
+// Waits for a peer's handshake of preprocess, which names no addresses. Returns false, after the fault was reported, if it does not
+// come within the bound of `waiting_for` or if the peer has called with other arguments.
+__device__ inline bool await_handshake(const Common& c, u32 epoch, u32 peer, u32 waiting_for) {
+    const u64* packet = &c.own->handshake[epoch & 1][peer][HANDSHAKE_WORD(signature)];
+    return wait_until(c, Packet{packet, epoch}, peer, waiting_for, 0) &&
+           has_same_call(c, epoch, peer, static_cast<u32>(ld_relaxed_sys_u64(packet)));
+}
+
+// The awaited words of a peer's handshake: lane i has word i. All lanes call all functions.
+struct AwaitedWords {
+    u32 mine;
+
+    __device__ u32 word(u32 at) const { return __shfl_sync(ALL_LANES, mine, at); }
+    __device__ u64 both(u32 at) const { return static_cast<u64>(word(at + 1)) << 32 | word(at); }
+};
+
+// A peer's handshake in this rank's addresses. Called by all lanes.
+__device__ inline PeerView view_of(const Common& c, u32 peer, const AwaitedWords& words) {
     const i64 delta = c.delta[peer];
-    const u32 chunks = ld_relaxed_sys(&handshake->chunks);
+    const u32 chunks = words.word(HANDSHAKE_WORD(chunks));
     PeerView view;
-    view.tokens = of_peer<u8>(ld_relaxed_sys_u64(&handshake->tokens), delta);
-    view.scales = of_peer<u8>(ld_relaxed_sys_u64(&handshake->scales), delta);
-    view.probs = of_peer<float>(ld_relaxed_sys_u64(&handshake->probs), delta);
-    view.local_experts = of_peer<u8>(ld_relaxed_sys_u64(&handshake->local_experts), delta);
-    view.recv = of_peer<const Receive>(ld_relaxed_sys_u64(&handshake->recv), delta);
-    view.recv_begin = of_peer<const u32>(ld_relaxed_sys_u64(&handshake->recv_begin), delta) + c.rank * (chunks + 1);
-    view.dst_copies = of_peer<const DstCopy>(ld_relaxed_sys_u64(&handshake->dst_copies), delta);
-    view.dst_begin = of_peer<const u32>(ld_relaxed_sys_u64(&handshake->dst_begin), delta) + c.rank * (chunks + 1);
+    view.tokens = of_peer<u8>(words.both(HANDSHAKE_WORD(tokens)), delta);
+    view.scales = of_peer<u8>(words.both(HANDSHAKE_WORD(scales)), delta);
+    view.probs = of_peer<float>(words.both(HANDSHAKE_WORD(probs)), delta);
+    view.local_experts = of_peer<u8>(words.both(HANDSHAKE_WORD(local_experts)), delta);
+    view.recv = of_peer<const Receive>(words.both(HANDSHAKE_WORD(recv)), delta);
+    view.recv_begin = of_peer<const u32>(words.both(HANDSHAKE_WORD(recv_begin)), delta) + c.rank * (chunks + 1);
+    view.dst_copies = of_peer<const DstCopy>(words.both(HANDSHAKE_WORD(dst_copies)), delta);
+    view.dst_begin = of_peer<const u32>(words.both(HANDSHAKE_WORD(dst_begin)), delta) + c.rank * (chunks + 1);
     view.flags = c.control[peer]->flags[c.rank];
     view.chunks = chunks;
+    view.share_bits = words.word(HANDSHAKE_WORD(share_bits));
     return view;
 }
 
-// Stores the views of all ranks in `peers`: `view_of(source)`, after the handshake of `peer_of(source)` has arrived.
+// Stores the views of all ranks in `peers`: `view_of(source, words)`, after the handshake of `peer_of(source)` has arrived.
 // Returns false, after the fault was reported, if a handshake is missing, if a peer has called with other arguments, or
-// if any rank has given up: a rank that gave up may have unfinished lists. Called by all threads.
+// if any rank has given up: a rank that gave up may have unfinished lists. A warp awaits one handshake at a time, beginning with
+// the last warp, because the first ones have lists to read. Called by all threads.
 template <class PeerOf, class ViewOf>
 __device__ inline bool await_views(const Common& c, u32 epoch, PeerView* peers, const PeerOf& peer_of, const ViewOf& view_of) {
     bool fine = true;
-    for (u32 source = threadIdx.x; fine && source < c.ranks; source += blockDim.x) {
+    const u32 warps = blockDim.x / WARP;
+    for (u32 source = warps - 1 - warp_id(); fine && source < c.ranks; source += warps) {
         const u32 peer = peer_of(source);
-        const Handshake* handshake = &c.own->handshake[epoch & 1][peer];
-        fine = wait_for(c, &handshake->epoch, epoch, peer, FOR_HANDSHAKE, 0);
+        AwaitedWords words{0};
+        if (lane_id() < AWAITED_WORDS) fine = await_word(c, epoch, peer, lane_id(), words.mine);
+        fine = __all_sync(ALL_LANES, fine);
         if (!fine) break;
-        // All loads come before the first use: one load takes as long as all of them together. A rank that gave up in
-        // an earlier operator wrote the abort word before its next handshake, so the word is visible here.
-        const u32 signature = ld_relaxed_sys(&handshake->signature);
-        const u32 given_up = ld_relaxed_sys(&c.own->abort);
-        peers[source] = view_of(source);
-        fine = has_same_call(c, epoch, peer, signature) && !aborted(c, given_up);
+        // Makes what one lane has acquired visible to all lanes: a vote does not order memory. A rank that gave up in an
+        // earlier operator wrote the abort word before its next handshake, so the word is visible here. Without rails, the
+        // handshake says so, too, which saves the wait for a load. With rails, lists may be unfinished because of a rank that sends
+        // no handshake here.
+        __syncwarp();
+        u32 given_up = words.word(HANDSHAKE_WORD(given_up));
+        if (RAILS) given_up |= ld_relaxed_sys(&c.own->abort);
+        const PeerView view = view_of(source, words);
+        if (lane_id() == 0) peers[source] = view;
+        fine = has_same_call(c, epoch, peer, words.word(HANDSHAKE_WORD(signature))) && !aborted(c, given_up);
+        fine = __all_sync(ALL_LANES, fine);
     }
     return __syncthreads_and(fine);
 }
 
 // The same without rails: each rank's view needs that rank's handshake.
 __device__ inline bool await_all_handshakes(const Common& c, u32 epoch, PeerView* peers) {
-    return await_views(c, epoch, peers, [](u32 source) { return source; }, [&](u32 source) { return view_of(c, epoch, source); });
+    return await_views(
+        c, epoch, peers, [](u32 source) { return source; },
+        [&](u32 source, const AwaitedWords& words) { return view_of(c, source, words); });
 }
 
 // A barrier of all blocks of the kernel. Returns false, after the fault was reported, if a block does not arrive within

@@ -48,15 +48,13 @@ __device__ inline void await_arrivals(const DispatchParams& p, const Worker& wor
 __device__ inline void duplicate(const DispatchParams& p, const Worker& worker, Ring& ring, const PeerView* peers,
                                  u32 epoch) {
     const Common& c = p.common;
-    const ArrivalItems items(c, peers, p.groups, p.pieces);
+    const ArrivalItems items(p, peers);
     // In plain mode a token has one row on this rank.
     if (!p.handle.permuted) return await_arrivals(p, worker, items, epoch);
     Feed<ArrivalItems> feed(items, &c.own->arrivals_taken, worker);
     ItemBatch<Receive> next = feed.fetch();
     zero_padding(p, worker);
-    // Bytes of a piece of an output row, which is shorter than the input row if dispatch quantises.
-    const u32 out_piece = p.piece_bytes / (p.row_bytes_in / p.row_bytes_out);
-    u32 arrived = NONE;
+    u32 arrived = NONE, out_piece = 0;
     u8* stage = nullptr;
     ScaleRow scales, next_scales;
     while (next.valid()) {
@@ -64,6 +62,7 @@ __device__ inline void duplicate(const DispatchParams& p, const Worker& worker, 
         next = feed.fetch();
         if (arrived != batch.item) {
             arrived = batch.item;
+            out_piece = items.piece_bytes(batch.item);
             const bool there = await_arrival(c, items, batch.item, epoch);
             // Each lane has polled on its own, but all lanes must take the same branch.
             if (!__all_sync(ALL_LANES, there)) break;
@@ -72,7 +71,8 @@ __device__ inline void duplicate(const DispatchParams& p, const Worker& worker, 
         }
         const u32 offset = batch.piece * out_piece;
         const u32 bytes = min(out_piece, p.row_bytes_out - offset);
-        const ScalePart part = scales_of(p, batch.piece);
+        // A rank that sends a group for each piece sends all scales with the first one, whatever form this kernel sends.
+        const ScalePart part = p.long_rows ? scales_of(p, batch.piece) : ScalePart{0, batch.piece == 0 ? p.scale_row_bytes : 0};
         u32 loads = __ballot_sync(ALL_LANES, lane_id() < batch.count && !batch.entry.is_dropped() &&
                                                  batch.entry.is_first_of_several());
         const auto read_ahead = [&] {

@@ -39,7 +39,7 @@ struct Feed {
     u32 item;
     Range range;
     u32 position;
-    u32 piece;
+    u32 piece = 0;
     bool done = false;      // the range of this piece has been read to its end
     u32 claimed;            // lane 0: the number that the last claim has returned
     bool claiming = false;  // `claimed` has not become `next_item` yet
@@ -51,9 +51,13 @@ struct Feed {
         : items(items), counter(counter), workers(worker.workers) {
         item = existing(worker.index);
         load_range(item, range);
-        position = range.begin;
-        piece = items.first_piece(item);
+        begin_item();
         claim_ahead();
+    }
+
+    __device__ void begin_item() {
+        position = range.begin;
+        if (item != NONE) piece = items.first_piece(item);
     }
 
     // Starts a claim, whose result `prepare` takes later: the atomic addition takes most of a microsecond.
@@ -86,14 +90,13 @@ struct Feed {
     __device__ ItemBatch<Entry> fetch() {
         ItemBatch<Entry> batch;
         if (item != NONE && done) {
-            piece += items.groups.by;
+            piece += items.groups_of(item);
             position = range.begin;
-            if (piece >= items.pieces) {
+            if (piece >= items.pieces_of(item)) {
                 prepare();
                 item = next_item;
                 range = next_range;
-                position = range.begin;
-                piece = items.first_piece(item);
+                begin_item();
                 claim_ahead();
             }
         }
@@ -105,7 +108,7 @@ struct Feed {
         if (lane_id() < batch.count) batch.entry = load_entry(items.list(item) + position + lane_id());
         position += batch.count;
         done = position == range.end;
-        batch.last = done && piece + items.groups.by >= items.pieces;
+        batch.last = done && piece + items.groups_of(item) >= items.pieces_of(item);
         return batch;
     }
 };

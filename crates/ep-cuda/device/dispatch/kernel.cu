@@ -66,7 +66,7 @@ __device__ inline PlanHead rows_plan(const DispatchParams& p, u32 domain) {
     head.sections[SECTION_SCALES] = place_section(end, head.rows, p.scale_row_bytes, RAIL_PER_ROW);
     head.sections[SECTION_WEIGHTS] = place_section(end, head.copies, p.probs == PROBS_SKIP ? 0 : sizeof(float), RAIL_PER_COPY);
     head.units = div_up(h.chunks, span_of(h.chunks));
-    head.flags_per_unit = p.groups;
+    head.flags_per_unit = 1u << p.common.handshake.share_bits;
     return head;
 }
 
@@ -101,14 +101,9 @@ __device__ inline void view_lanes(const DispatchParams& p, PeerView* peers, u32 
     __syncthreads();
 }
 
-// Sends the handshake, which carries the addresses of the outputs. Called by all threads of one block.
+// Sends the handshake and, with rails, the plans. Called by all threads of one block.
 __device__ inline void enter(const DispatchParams& p, u32 epoch) {
-    Handshake handshake = handshake_of(p.common, p.handle);
-    handshake.tokens = reinterpret_cast<u64>(p.out_tokens);
-    handshake.scales = reinterpret_cast<u64>(p.out_scales);
-    handshake.probs = reinterpret_cast<u64>(p.out_probs);
-    handshake.local_experts = reinterpret_cast<u64>(p.out_local_experts);
-    send_handshake(p.common, handshake, epoch);
+    send_handshake(p.common, epoch);
     // Lists of a preprocess that has failed are unfinished. Rail peers then wait for the plan until they have the abort word.
     if (RAILS && !has_given_up(p.common)) announce_rows(p, epoch);
 }

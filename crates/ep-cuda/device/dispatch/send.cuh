@@ -26,7 +26,7 @@ struct SendItems {
     u32 span;
     u32 count;
     u32 pieces;
-    Divider groups;
+    u32 group_bits;
 
     __device__ SendItems(const DispatchParams& p, const HandleView& lists)
         : sends(lists.sends),
@@ -35,15 +35,18 @@ struct SendItems {
           chunk_tokens(lists.chunk_tokens),
           chunks(lists.chunks),
           span(span_of(chunks)),
-          count(div_up(chunks, span) * p.groups),
+          count(div_up(chunks, span) << p.common.handshake.share_bits),
           pieces(p.pieces),
-          groups(p.groups) {}
+          group_bits(p.common.handshake.share_bits) {}
     __device__ bool skip(u32) const { return false; }
-    __device__ u32 chunk(u32 item) const { return groups.divide(item) * span; }
+    __device__ u32 chunk(u32 item) const { return (item >> group_bits) * span; }
     __device__ u32 chunk_end(u32 item) const { return min(chunks, chunk(item) + span); }
     __device__ u32 first_token(u32 item) const { return chunk(item) * chunk_tokens; }
     __device__ u32 token_end(u32 item) const { return min(tokens, chunk_end(item) * chunk_tokens); }
-    __device__ u32 first_piece(u32 item) const { return groups.rest(item); }
+    // An item has the pieces first_piece, first_piece + groups, first_piece + 2 groups, ... that are below pieces_of.
+    __device__ u32 first_piece(u32 item) const { return item & (groups_of(item) - 1); }
+    __device__ u32 groups_of(u32) const { return 1u << group_bits; }
+    __device__ u32 pieces_of(u32) const { return pieces; }
     __device__ Range range(u32 item) const { return {send_begin[chunk(item)], send_begin[chunk_end(item)]}; }
     __device__ const Send* list(u32) const { return sends; }
 };
@@ -83,8 +86,8 @@ struct TokenWalk {
 
     __device__ void next(const SendItems& items) {
         if (++token < end) return;
-        piece += items.groups.by;
-        if (piece < items.pieces) {
+        piece += items.groups_of(item);
+        if (piece < items.pieces_of(item)) {
             restart(items);
         } else {
             item = after;

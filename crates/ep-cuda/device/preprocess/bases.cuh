@@ -73,9 +73,7 @@ __device__ inline void send_counts(const PreprocessParams& p, const u32* totals,
         counts_at(p, c.control[peer], epoch, c.rank)[word] = value;
     }
     __syncthreads();
-    Handshake handshake{};
-    handshake.signature = c.signature;
-    send_handshake(c, handshake, epoch);
+    send_handshake(c, epoch);
 }
 
 // Awaits the counts of the foreign sets that this rank forwards, and writes them to all ranks of its domain, as the
@@ -122,8 +120,9 @@ __device__ inline bool exchange_counts(const PreprocessParams& p, const Columns&
     if (fine && blockIdx.x == 0) send_counts(p, totals, epoch);
     // With rails, a rank sends its handshake after it has received counts from other domains.
     const u32 waiting_for = RAILS ? FOR_FOREIGN : FOR_HANDSHAKE;
-    for (u32 peer = domain_begin(c) + threadIdx.x; fine && peer < domain_end(c); peer += blockDim.x)
-        fine = await_handshake(c, epoch, peer, waiting_for);
+    static_assert(MAX_RANKS <= PREPROCESS_RAIL_THREADS, "a thread awaits one rank");
+    const u32 peer = domain_begin(c) + threadIdx.x;
+    if (fine && peer < domain_end(c)) fine = await_handshake(c, epoch, peer, waiting_for);
     return __syncthreads_and(fine);
 }
 

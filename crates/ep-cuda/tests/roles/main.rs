@@ -144,6 +144,7 @@ fn every_order_and_wait_that_is_left_out_is_detected() {
         ("cp_async_bulk_wait_group", "steps-Bulk"),
         ("mbarrier_try_wait", "steps-Plain"),
         ("fence_proxy_async", "formats-Bulk"),
+        ("fence_acq_rel_sys", "steps-Bulk"),
     ];
     let mut missed =
         on_all_cores(&orders, |(order, case)| (!notices(order, case)).then(|| (*order).to_owned()));
@@ -153,7 +154,7 @@ fn every_order_and_wait_that_is_left_out_is_detected() {
         .into_iter()
         .filter(|site| site.starts_with("st_release_sys@"))
         .collect();
-    assert!(releases.len() >= 3, "{releases:?}");
+    assert!(releases.len() >= 2, "{releases:?}");
     missed.extend(on_all_cores(&releases, |site| (!notices(site, "steps-Bulk")).then(|| site.clone())));
     let missed: Vec<String> = missed.into_iter().flatten().collect();
     assert!(missed.is_empty(), "no test detected that these were left out: {missed:?}");

@@ -289,9 +289,17 @@ impl Script {
         record.number("scale row bytes", format.scale_row_bytes(hidden));
         record.number("scale format", scale_code(format));
         record.number("probs origin", probs as usize);
-        record.number("pieces", row_bytes.div_ceil(piece));
+        // Rows are divided into up to 4 pieces with flags of their own, on each rank into a different number.
+        let share = |bits: usize| row_bytes.div_ceil(1 << bits).next_multiple_of(16);
+        let divides = pieces == 1 && unit == 16 && self.world.topology().domains() == 1;
+        let bits = if divides { (rank + self.operators.len()) % 3 } else { 0 };
+        let bits = (0..=bits).rev().find(|&bits| share(bits) * ((1 << bits) - 1) < row_bytes).unwrap_or(0);
+        let piece = if bits > 0 { share(bits) } else { piece };
+        let pieces_found = row_bytes.div_ceil(piece);
+        record.number("long rows", usize::from(pieces > 1));
+        record.number("pieces", pieces_found);
         record.number("piece bytes", piece);
-        record.number("groups", row_bytes.div_ceil(piece).min(4));
+        record.number("share bits", pieces_found.min(4).ilog2() as usize);
         record.number("stages", 3);
         // A block has two warps (program.rs).
         let blocks = self.owners.numbers["blocks"] as usize;
@@ -351,6 +359,10 @@ impl Script {
             .map(|rank| {
                 let mut record = handle.facts[rank].clone();
                 record.number("hidden", hidden);
+                // Rows are divided into up to 4 shares, on each rank into a different number.
+                let one_domain = self.world.topology().domains() == 1;
+                let share_bits = if one_domain { (rank + self.operators.len()) % 3 } else { 0 };
+                record.number("share bits", share_bits);
                 record.input("rows", rows[rank].clone());
                 record.output("combined", combined[rank].clone());
                 // A sum for each token that the rail peer has sent to this domain.

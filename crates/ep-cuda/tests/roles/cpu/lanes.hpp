@@ -77,6 +77,7 @@ struct Lane {
     bool ended = false;
     const u64* awaits = nullptr;  // an mbarrier
     Sync fenced = 0;
+    bool fenced_sys = false;
     Groups bulk;
     LaneCopy copies[64];
     u64 copies_pending = 0;  // one bit per copy

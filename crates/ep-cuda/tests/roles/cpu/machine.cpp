@@ -310,6 +310,7 @@ bool left_out(Order order, const Site& site) {
         "cp_async_bulk_wait_group_read",
         "cp_async_bulk_wait_group",
         "fence_proxy_async",
+        "fence_acq_rel_sys",
     };
     const Mutant& mutant = world.settings.mutant;
     if (*mutant.order == 0 && !world.settings.list_sites) return false;
@@ -361,6 +362,9 @@ void step(bool changes) {
     go_on(self);
 }
 
+void fence_sys(bool orders) { running->fenced_sys = orders; }
+bool has_fenced_sys() { return running->fenced_sys; }
+
 u64 clock() { return world.now; }
 
 const u64* meet_warp(Meeting meeting, u64 brought, bool orders) {
@@ -386,7 +390,10 @@ const u64* meet_warp(Meeting meeting, u64 brought, bool orders) {
         go_on(self);
     }
     self.doing = "runs";
-    if (orders) tsan::acquire(&warp.order[turn]);
+    if (orders) {
+        tsan::acquire(&warp.order[turn]);
+        self.fenced_sys = false;
+    }
     return warp.brought[turn];
 }
 
@@ -414,6 +421,7 @@ Verdict meet_block(bool brought, bool orders) {
     }
     self.doing = "runs";
     if (orders) tsan::acquire(&block.order[turn]);
+    self.fenced_sys = false;
     return verdict;
 }
 

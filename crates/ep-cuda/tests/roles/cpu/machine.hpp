@@ -83,6 +83,7 @@ enum class Order : u8 {
     cp_async_bulk_wait_group_read,
     cp_async_bulk_wait_group,
     fence_proxy_async,
+    fence_acq_rel_sys,
 };
 
 // Whether this use of the order is left out.
@@ -125,6 +126,9 @@ void bulk_wait_read(u32 pending);
 void bulk_wait(u32 pending);
 // Orders this lane's accesses so far before the bulk copies that follow.
 void fence_proxy_async();
+// Notes whether this lane's accesses so far come before its stores until its next barrier or `__syncwarp`.
+void fence_sys(bool orders);
+bool has_fenced_sys();
 
 void lane_copy_16(void* shared, const void* global);
 // Arrives at the mbarrier when this lane's copies so far are made.

@@ -250,6 +250,17 @@ Lists lists_of(const Record& world, const Arguments& call) {
     return lists;
 }
 
+u64 number_of(const void* address) { return reinterpret_cast<u64>(address); }
+
+void add_lists(Handshake& handshake, const HandleView& lists) {
+    handshake.recv = number_of(lists.recv);
+    handshake.recv_begin = number_of(lists.recv_begin);
+    handshake.dst_copies = number_of(lists.dst_copies);
+    handshake.dst_begin = number_of(lists.dst_begin);
+    handshake.chunks = lists.chunks;
+    handshake.sets = number_of(lists.sets);
+}
+
 PreprocessParams preprocess_params(const Record& world, const Common& common, const HandleView& handle,
                                    const Arguments& call) {
     PreprocessParams p{};
@@ -288,6 +299,11 @@ DispatchParams dispatch_params(const Common& common, const HandleView& handle, c
     p.out_scales = call.at<u8>("scales");
     p.out_probs = call.at<float>("probs");
     p.out_local_experts = call.at<u8>("local_experts");
+    Handshake& handshake = p.common.handshake;
+    handshake.tokens = number_of(p.out_tokens);
+    handshake.scales = number_of(p.out_scales);
+    handshake.probs = number_of(p.out_probs);
+    handshake.local_experts = number_of(p.out_local_experts);
     p.probs = call.number("probs origin");
     p.scale_format = call.number("scale format");
     p.row_bytes_in = call.number("row bytes in");
@@ -295,9 +311,10 @@ DispatchParams dispatch_params(const Common& common, const HandleView& handle, c
     p.scale_row_bytes = call.number("scale row bytes");
     p.pieces = call.number("pieces");
     p.piece_bytes = call.number("piece bytes");
-    p.groups = call.number("groups");
+    p.long_rows = call.number("long rows");
+    handshake.share_bits = call.number("share bits");
     p.stages = call.number("stages");
-    p.stage_bytes = stage_stride(p.piece_bytes);
+    p.stage_bytes = stage_stride(p.long_rows ? p.piece_bytes : p.row_bytes_in);
     p.senders = call.number("senders");
     return p;
 }
@@ -318,6 +335,12 @@ CombineParams combine_params(const Common& common, const HandleView& handle, con
         p.set_prob_scratch = call.scratch<float>("set probs");
         p.set_done = call.scratch<u32>("set done");
     }
+    Handshake& handshake = p.common.handshake;
+    handshake.tokens = number_of(p.partials);
+    handshake.probs = number_of(p.prob_scratch);
+    handshake.set_tokens = number_of(p.set_partials);
+    handshake.set_probs = number_of(p.set_prob_scratch);
+    handshake.share_bits = call.number("share bits");
     p.hidden = call.number("hidden");
     p.slack = 0;  // cases are small: tokens are to be reduced between pushes, too
     return p;
@@ -366,9 +389,10 @@ void launch(Call& call, const Case& all, Common common, Memory& memory, std::vec
     const bool stands_still = arguments.number("stands still") != 0;
     const Kernel* kernel = Kernel::find((stands_still ? "entering " : "") + std::string(call.kernel));
     if (kernel == nullptr) machine::fail("there is no kernel \"%s\"", call.kernel);
-    common.signature = arguments.number("signature");
-    common.call[1] = common.signature;
     call.handle = lists_of(all.world, arguments);
+    common.handshake.signature = arguments.number("signature");
+    common.handshake.call[1] = common.handshake.signature;
+    add_lists(common.handshake, call.handle.view);
     const HandleView& handle = call.handle.view;
     u32 blocks = static_cast<u32>(all.world.number("blocks"));
     const void* params;

@@ -113,8 +113,17 @@ __device__ inline uint2 ld_relaxed_sys_v2(const uint2* pointer) {
     return make_uint2(static_cast<u32>(both), static_cast<u32>(both >> 32));
 }
 
-// No fence: only release stores follow it, which give the same order, and ThreadSanitizer does not support fences.
-__device__ inline void fence_acq_rel_sys() { machine::step(false); }
+// ThreadSanitizer does not support fences. So the stores that need one are releases here, if the lane has executed it since its last
+// barrier or `__syncwarp`: it does not order what the lane learns there.
+__device__ inline void fence_acq_rel_sys(Site site = Site::current()) {
+    machine::step(false);
+    machine::fence_sys(!machine::left_out(Order::fence_acq_rel_sys, site));
+}
+
+__device__ inline void st_fenced_sys_u64(u64* pointer, u64 value) {
+    machine::step(true);
+    __atomic_store_n(pointer, value, machine::has_fenced_sys() ? __ATOMIC_RELEASE : __ATOMIC_RELAXED);
+}
 
 // ---- asynchronous copies of 16 bytes
 
