@@ -18,7 +18,7 @@ use crate::peers::{Access, Peers, accesses};
 use crate::rails::{self, Bounds, RailSettings, RankRails, RankWindow};
 
 /// [`Introduction::backend`]. Change it with the format of [`Facts`], of messages over links, or of shared memory.
-const BACKEND: &str = "cuda 4";
+const BACKEND: &str = "cuda 5";
 /// What to do about a rank that cannot share memory with other machines.
 const CROSSING_REMEDY: &str = ", or, if NVLink connects the machines, run the service nvidia-imex on all of them and give the processes a \
      channel (/dev/nvidia-caps-imex-channels)";

@@ -243,8 +243,7 @@ structs! { STRUCTS:
         /// The logarithm to base 2 of the number of items of one chunk of the sender's tokens. Each has a part of every row, and
         /// flags of its own: a group of pieces (dispatch) or a share (combine, `Segments` in sum.cuh).
         share_bits: u32,
-        /// Whether the sender has given up in an earlier operator: then its lists may be unfinished. Set by the kernel.
-        given_up: u32,
+        reserved: u32,
         /// With rails: the lists of the foreign sets that the sender forwards.
         sets: u64,
         /// combine with rails: partial sums and probabilities of those sets.

@@ -152,7 +152,7 @@ __device__ inline void put_sums(Producer& producer, const Segments& segments, co
         u8* const to = target(left);
         const bool copy = single_as_is && rows != 0 && (rows & (rows - 1)) == 0;
 #pragma unroll 1
-        for (u32 vector = segments.first; vector < segments.vectors; vector += segments.step) {
+        for (u32 vector = segments.first; vector < segments.end; vector += segments.stride) {
             u8* const segment = to + static_cast<u64>(vector) * bytes;
             const u32 count = segments.count(vector);
             if (rows == 0) producer.put(STEP_STORE | wire, reinterpret_cast<u64>(segment), count);
@@ -174,7 +174,7 @@ __device__ inline void put_long_sum(Producer& producer, const Segments& segments
                                     u8* to) {
     const u32 bytes = LENGTH * (wire != 0 ? element_bytes(WIRE_F32) : element_bytes(ROWS_F32));
 #pragma unroll 1
-    for (u32 vector = segments.first; vector < segments.vectors; vector += segments.step) {
+    for (u32 vector = segments.first; vector < segments.end; vector += segments.stride) {
         u8* const segment = to + static_cast<u64>(vector) * bytes;
         const u32 count = segments.count(vector);
 #pragma unroll 1

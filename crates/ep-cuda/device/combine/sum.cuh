@@ -60,24 +60,24 @@ __device__ inline Summand summand_of(const Summand& mine, u32 lane) {
 // Vectors of a slice of a segment of `count` vectors: each consumer has one, and the last ones may be shorter or empty.
 __device__ inline u32 slice_of(u32 count) { return div_up(count, SLICES * WARP) * WARP; }
 
-// The segments of a row that are one share. A row is cut into as few segments as possible, all but the last of equal size, but at
-// least into one for each share. Usually all segments are one share, which one team adds. If a rank has few tokens, its rows have
-// 2 or 4 shares, which are items of their own, so that several teams work on a token. Share s has each segment number n
-// for which n modulo the number of shares is s.
+// A share of a row, which is cut into as few segments as possible, all but the last of equal size. Usually the share is the whole
+// row, which one team adds. If a rank has few tokens, its rows have 2 or 4 shares, which are items of their own, so that several
+// teams work on a token. Ranks of one combine may have teams of different sizes, so the bounds of a share do not depend on them.
 struct Segments {
-    u32 vectors;  // of a row
-    u32 stride;   // vectors of a full segment
-    u32 first;    // the first vector of the first segment
-    u32 step;     // vectors from one segment to the next one of the share
+    u32 first;   // the share's first vector
+    u32 end;     // one past its last vector
+    u32 stride;  // vectors of a full segment
 
-    __device__ explicit Segments(u32 hidden, u32 share_bits = 0, u32 share = 0) : vectors(div_up(hidden, LENGTH)) {
-        const u32 segments = max(div_up(vectors, SLICES * TURNS * WARP), 1u << share_bits);
-        stride = SLICES * slice_of(div_up(vectors, segments));
-        first = share * stride;
-        step = stride << share_bits;
+    __device__ explicit Segments(u32 hidden, u32 share_bits = 0, u32 share = 0) {
+        const u32 vectors = div_up(hidden, LENGTH);
+        const u32 most = div_up(div_up(vectors, 1u << share_bits), 2 * WARP) * 2 * WARP;
+        first = min(share * most, vectors);
+        end = min(first + most, vectors);
+        const u32 segments = max(div_up(end - first, SLICES * TURNS * WARP), 1u);
+        stride = SLICES * slice_of(div_up(end - first, segments));
     }
     // Vectors of the segment that begins at `vector`.
-    __device__ u32 count(u32 vector) const { return min(stride, vectors - vector); }
+    __device__ u32 count(u32 vector) const { return min(stride, end - vector); }
 };
 
 // Where sums are stored.

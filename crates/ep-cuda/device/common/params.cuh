@@ -237,8 +237,7 @@ struct Handshake {
     // The logarithm to base 2 of the number of items of one chunk of the sender's tokens. Each has a part of every row, and
     // flags of its own: a group of pieces (dispatch) or a share (combine, `Segments` in sum.cuh).
     u32 share_bits;
-    // Whether the sender has given up in an earlier operator: then its lists may be unfinished. Set by the kernel.
-    u32 given_up;
+    u32 reserved;
     // With rails: the lists of the foreign sets that the sender forwards.
     u64 sets;
     // combine with rails: partial sums and probabilities of those sets.
@@ -821,7 +820,7 @@ static_assert(OFFSET_OF(Handshake, dst_begin) == 56);
 static_assert(OFFSET_OF(Handshake, chunks) == 64);
 static_assert(OFFSET_OF(Handshake, signature) == 68);
 static_assert(OFFSET_OF(Handshake, share_bits) == 72);
-static_assert(OFFSET_OF(Handshake, given_up) == 76);
+static_assert(OFFSET_OF(Handshake, reserved) == 76);
 static_assert(OFFSET_OF(Handshake, sets) == 80);
 static_assert(OFFSET_OF(Handshake, set_tokens) == 88);
 static_assert(OFFSET_OF(Handshake, set_probs) == 96);

@@ -269,8 +269,6 @@ __device__ inline void send_handshake(const Common& c, u32 epoch) {
     u32 mine[TURNS_OF_WARP];  // loaded while the fence waits
 #pragma unroll
     for (u32 turn = 0; turn < TURNS_OF_WARP; turn++) mine[turn] = words[min(turn * WARP + lane_id(), HANDSHAKE_WORDS - 1)];
-    const u32 aborted = ld_relaxed_sys(&c.own->abort);
-    if (lane_id() == HANDSHAKE_WORD(given_up)) mine[0] = aborted != 0;
     fence_acq_rel_sys();
     for (u32 peer = domain_begin(c) + first; peer < domain_end(c); peer += warps) {
         u64* there = c.control[peer]->handshake[epoch & 1][c.rank];
@@ -372,12 +370,9 @@ __device__ inline bool await_views(const Common& c, u32 epoch, PeerView* peers, 
         fine = __all_sync(ALL_LANES, fine);
         if (!fine) break;
         // Makes what one lane has acquired visible to all lanes: a vote does not order memory. A rank that gave up in an
-        // earlier operator wrote the abort word before its next handshake, so the word is visible here. Without rails, the
-        // handshake says so, too, which saves the wait for a load. With rails, lists may be unfinished because of a rank that sends
-        // no handshake here.
+        // earlier operator wrote the abort word before its next handshake, so the word is visible here.
         __syncwarp();
-        u32 given_up = words.word(HANDSHAKE_WORD(given_up));
-        if (RAILS) given_up |= ld_relaxed_sys(&c.own->abort);
+        const u32 given_up = ld_relaxed_sys(&c.own->abort);
         const PeerView view = view_of(source, words);
         if (lane_id() == 0) peers[source] = view;
         fine = has_same_call(c, epoch, peer, words.word(HANDSHAKE_WORD(signature))) && !aborted(c, given_up);
