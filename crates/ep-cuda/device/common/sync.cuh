@@ -305,22 +305,19 @@ __device__ inline bool has_same_call(const Common& c, u32 epoch, u32 peer, u32 s
     return false;
 }
 
-// Waits for a word of a peer's handshake. Returns false, after the fault was reported, if it does not come within the entry bound.
-__device__ inline bool await_word(const Common& c, u32 epoch, u32 peer, u32 at, u32& word) {
+// Looks for a word of a peer's handshake for a while, and returns whether it has come.
+__device__ inline bool poll_word(const Common& c, u32 epoch, u32 peer, u32 at, u32& word) {
     const u64* packet = &c.own->handshake[epoch & 1][peer][at];
-    // The usual case, in which the packet that ends the wait need not be loaded again.
 #pragma unroll 1
     for (u32 poll = 0; poll < POLLS; poll++) {
         const u64 value = ld_acquire_sys_u64(packet);
         word = static_cast<u32>(value);
         if (reached(Packet::seen_with(value), epoch)) return true;
     }
-    if (!wait_long(c, Packet{packet, epoch}, peer, FOR_HANDSHAKE, 0)) return false;
-    word = static_cast<u32>(ld_relaxed_sys_u64(packet));
-    return true;
+    return false;
 }
 
-// Waits for a peer's handshake of preprocess, which names no addresses. Returns false, after the fault was reported, if it does not
+// Waits for a peer's signature. Returns false, after the fault was reported, if it does not
 // come within the bound of `waiting_for` or if the peer has called with other arguments.
 __device__ inline bool await_handshake(const Common& c, u32 epoch, u32 peer, u32 waiting_for) {
     const u64* packet = &c.own->handshake[epoch & 1][peer][HANDSHAKE_WORD(signature)];
@@ -366,7 +363,20 @@ __device__ inline bool await_views(const Common& c, u32 epoch, PeerView* peers, 
     for (u32 source = warps - 1 - warp_id(); fine && source < c.ranks; source += warps) {
         const u32 peer = peer_of(source);
         AwaitedWords words{0};
-        if (lane_id() < AWAITED_WORDS) fine = await_word(c, epoch, peer, lane_id(), words.mine);
+        const bool reads = lane_id() < AWAITED_WORDS;
+        const bool there = !reads || poll_word(c, epoch, peer, lane_id(), words.mine);
+        if (!__all_sync(ALL_LANES, there)) {
+            // The lanes await the ranks that are left to this warp at the same time. One after the other, the entry bounds
+            // would add up, and a rank that has died or called with other arguments would be noticed only after another one
+            // that is late.
+            for (u32 next = source + lane_id() * warps; fine && next < c.ranks; next += WARP * warps)
+                fine = await_handshake(c, epoch, peer_of(next), FOR_HANDSHAKE);
+            if (fine && reads) {
+                const u64* packet = &c.own->handshake[epoch & 1][peer][lane_id()];
+                fine = wait_until(c, Packet{packet, epoch}, peer, FOR_HANDSHAKE, 0);
+                words.mine = static_cast<u32>(ld_relaxed_sys_u64(packet));
+            }
+        }
         fine = __all_sync(ALL_LANES, fine);
         if (!fine) break;
         // Makes what one lane has acquired visible to all lanes: a vote does not order memory. A rank that gave up in an

@@ -8,7 +8,7 @@ use ep::oracle::{self, CombineSpec, Dispatched, ReceivedRows, Tokens};
 use ep::{Counts, DispatchMode, Element, Rank, ReceiveShape, Routing, ScaleFormat, TokenFormat, World};
 
 use crate::content::Random;
-use crate::program::{PAIRS, RAILS};
+use crate::program::RAILS;
 use crate::record::{File, Record, floats, words};
 
 /// The content of outputs before an operator, like `POISON` of the program.
@@ -23,8 +23,6 @@ pub(crate) struct Script {
     owners: Record,
     operators: Vec<Operator>,
     random: Random,
-    /// Whether the last combine that could have teams of one consumer had them.
-    pairs: bool,
 }
 
 /// The routings of all ranks, and the layout of rows.
@@ -158,7 +156,7 @@ impl Script {
         owners.number("set copies", 24 * 6);
         owners.number("rail chunk rows", 3);
         owners.input("owner_begin", words(&begins));
-        Self { name: name.into(), world, owners, operators: Vec::new(), random: Random(seed), pairs: false }
+        Self { name: name.into(), world, owners, operators: Vec::new(), random: Random(seed) }
     }
 
     /// Makes the last operator this rank's last one: the rank leaves before its proxy has sent anything of that
@@ -363,6 +361,14 @@ impl Script {
                 let one_domain = self.world.topology().domains() == 1;
                 let share_bits = if one_domain { (rank + self.operators.len()) % 3 } else { 0 };
                 record.number("share bits", share_bits);
+                // Where teams of one and of two consumers are possible, ranks of one combine have either.
+                let both = one_domain
+                    && plan.mode == DispatchMode::Plain
+                    && (element, wire) == (Element::Bf16, Element::Bf16);
+                record.number(
+                    "pairs",
+                    usize::from(both && (rank + self.operators.len() / 2).is_multiple_of(2)),
+                );
                 record.input("rows", rows[rank].clone());
                 record.output("combined", combined[rank].clone());
                 // A sum for each token that the rail peer has sent to this domain.
@@ -388,12 +394,7 @@ impl Script {
             })
             .collect();
         let name = |element| if element == Element::F32 { "f32" } else { "bf16" };
-        // Where teams of one and of two consumers are possible, the combines use them in turn.
-        let one_row_of_a_rank = plan.mode == DispatchMode::Plain && self.world.topology().domains() == 1;
-        let both = one_row_of_a_rank && (element, wire) == (Element::Bf16, Element::Bf16);
-        self.pairs ^= both;
-        let pairs = if both && self.pairs { PAIRS } else { "" };
-        self.call(format!("combine {} {} {}{pairs}", name(element), name(wire), copies.name()), ranks);
+        self.call(format!("combine {} {} {}", name(element), name(wire), copies.name()), ranks);
     }
 
     /// Sets what the rank's proxy may send to each domain.
@@ -439,6 +440,7 @@ impl Script {
             kernel += RAILS;
         }
         for record in &mut ranks {
+            record.numbers.entry("pairs").or_insert(0);
             record.number("takes part", 1);
             record.number("stands still", 0);
             // Equal on all ranks, and different for each operator.

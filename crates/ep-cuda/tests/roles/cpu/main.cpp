@@ -387,7 +387,8 @@ void launch(Call& call, const Case& all, Common common, Memory& memory, std::vec
         return;
     }
     const bool stands_still = arguments.number("stands still") != 0;
-    const Kernel* kernel = Kernel::find((stands_still ? "entering " : "") + std::string(call.kernel));
+    const char* teams = arguments.number("pairs") != 0 ? " pairs" : "";
+    const Kernel* kernel = Kernel::find((stands_still ? "entering " : "") + std::string(call.kernel) + teams);
     if (kernel == nullptr) machine::fail("there is no kernel \"%s\"", call.kernel);
     call.handle = lists_of(all.world, arguments);
     common.handshake.signature = arguments.number("signature");
