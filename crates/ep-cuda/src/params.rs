@@ -274,7 +274,7 @@ structs! { STRUCTS:
         blocks_arrived: u32,
         /// 1 once a thread has claimed the right to report this rank's first fault.
         fault_claimed: u32,
-        /// combine: tokens that workers have claimed for the reduce role.
+        /// combine: tokens, or shares of tokens, that workers have claimed for the reduce role.
         tokens_taken: u32,
         /// Items that workers have claimed for the push role (combine) or the send role (dispatch), not counting the first
         /// item of each worker.
@@ -300,8 +300,8 @@ structs! { STRUCTS:
         /// epoch in its upper half. A reader knows of each packet whether it belongs to an operator. So packets need no order
         /// among each other, and the writer waits for none of them.
         handshake: [[[u64; HANDSHAKE_WORDS]; MAX_RANKS]; 2],
-        /// `flags[rank][index]`: the epoch in which a rank of the domain has written what the index stands for: the chunk in
-        /// combine, the item in dispatch (`ArrivalItems::flag`). `rank` is the writer of the flag; for foreign sets it is
+        /// `flags[rank][index]`: the epoch in which a rank of the domain has written what the index stands for: an item
+        /// (`PushItems::place` in combine, `ArrivalItems::place` in dispatch). `rank` is the writer of the flag; for foreign sets it is
         /// the writer's rail peer in the set's domain (`alias` in rails.cuh).
         flags: [[u32; MAX_FLAGS]; MAX_RANKS],
         /// `rail_seen[epoch % 2][domain]`, with rails: `RailState::progress` of the rail peer as a thread of this rank has
@@ -564,8 +564,8 @@ structs! { STRUCTS:
         /// operators.
         set_done: DeviceAddress as "u32*",
         hidden: u32,
-        /// By how many tokens peers are assumed to be behind this rank, when the reduce role estimates which sums have
-        /// arrived.
+        /// By how many tokens, or shares of tokens, peers are assumed to be behind this rank, when the reduce role estimates
+        /// which sums have arrived.
         slack: u32,
     }
 

@@ -148,7 +148,8 @@ impl DispatchShape {
 
     /// The cut of a rank's own tokens. With few tokens, rows are cut into groups of one piece each, so that several senders of
     /// this rank, and several workers of a receiver, work on a token. Without it, one worker stores all rows of a token, and
-    /// most have nothing to do. Between domains, and if dispatch quantises, rows stay whole: neither was measured.
+    /// most have nothing to do. Between domains rows stay whole, which was not measured, and if dispatch quantises: receivers
+    /// expect all scales of such rows with their first piece.
     pub(crate) fn shares(&self, load: &SendLoad, row_bytes: usize) -> Self {
         let senders = self.senders(load) as usize;
         let fits = |bits: u32| load.tokens << bits <= senders && row_bytes >> bits >= SHARE_BYTES;

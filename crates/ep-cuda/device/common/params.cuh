@@ -268,7 +268,7 @@ struct Control {
     u32 blocks_arrived;
     // 1 once a thread has claimed the right to report this rank's first fault.
     u32 fault_claimed;
-    // combine: tokens that workers have claimed for the reduce role.
+    // combine: tokens, or shares of tokens, that workers have claimed for the reduce role.
     u32 tokens_taken;
     // Items that workers have claimed for the push role (combine) or the send role (dispatch), not counting the first
     // item of each worker.
@@ -294,8 +294,8 @@ struct Control {
     // epoch in its upper half. A reader knows of each packet whether it belongs to an operator. So packets need no order
     // among each other, and the writer waits for none of them.
     u64 handshake[2][MAX_RANKS][HANDSHAKE_WORDS];
-    // `flags[rank][index]`: the epoch in which a rank of the domain has written what the index stands for: the chunk in
-    // combine, the item in dispatch (`ArrivalItems::flag`). `rank` is the writer of the flag; for foreign sets it is
+    // `flags[rank][index]`: the epoch in which a rank of the domain has written what the index stands for: an item
+    // (`PushItems::place` in combine, `ArrivalItems::place` in dispatch). `rank` is the writer of the flag; for foreign sets it is
     // the writer's rail peer in the set's domain (`alias` in rails.cuh).
     u32 flags[MAX_RANKS][MAX_FLAGS];
     // `rail_seen[epoch % 2][domain]`, with rails: `RailState::progress` of the rail peer as a thread of this rank has
@@ -554,8 +554,8 @@ struct CombineParams {
     // operators.
     u32* set_done;
     u32 hidden;
-    // By how many tokens peers are assumed to be behind this rank, when the reduce role estimates which sums have
-    // arrived.
+    // By how many tokens, or shares of tokens, peers are assumed to be behind this rank, when the reduce role estimates
+    // which sums have arrived.
     u32 slack;
 };
 

@@ -21,7 +21,7 @@ struct ItemBatch : Batch<Entry> {
 constexpr u32 MOST_ITEMS = 512;
 // Chunks of an item: one, or two if a rank has more than MOST_ITEMS chunks (it has at most MAX_CHUNKS), because each item costs
 // a fence. The rank that stores the rows and the ranks that receive them compute this number from the number of chunks
-// of the same source. An item of combine is one chunk.
+// of the same source. An item of combine is one chunk, or a share of one.
 __device__ inline u32 span_of(u32 chunks) { return max(div_up(chunks, MOST_ITEMS), 1u); }
 
 // Claims items one by one from a counter that all workers of a role share, because some workers are faster than others
