@@ -8,7 +8,8 @@
 //            (the type of sums between ranks), to the peer's `partials`. If the call has probabilities, also stores that of each
 //            copy to the peer's `prob_scratch`. An item is one chunk (`chunk_tokens` consecutive tokens) of one peer, never of
 //            this rank; or one share of its rows (`Segments` in sum.cuh), if the peer has few tokens. Reads this rank's input
-//            and, over the links, the lists `recv` (rows) and `dst_copies` (probabilities) of the peer's handle. When an item is complete, sets its flag in the peer's control block.
+//            and, over the links, the lists `recv` (rows) and `dst_copies` (probabilities) of the peer's handle. When an
+//            item is complete, sets its flag in the peer's control block.
 //   reduce   Adds the partial sums of this rank's tokens in rank order, and writes the result to `out_tokens`. This
 //            rank's own partial sum is not in memory: the rows of its experts are added to each other first, and their
 //            sum, unrounded, is then added to the token's sum. After the last token, gathers the probabilities into
