@@ -301,8 +301,8 @@ structs! { STRUCTS:
         /// among each other, and the writer waits for none of them.
         handshake: [[[u64; HANDSHAKE_WORDS]; MAX_RANKS]; 2],
         /// `flags[rank][index]`: the epoch in which a rank of the domain has written what the index stands for: an item
-        /// (`PushItems::place` in combine, `ArrivalItems::place` in dispatch). `rank` is the writer of the flag; for foreign sets it is
-        /// the writer's rail peer in the set's domain (`alias` in rails.cuh).
+        /// (`SourceItems::place` in rails.cuh). `rank` is the writer of the flag; for foreign sets it is the writer's rail peer in
+        /// the set's domain (`alias` in rails.cuh).
         flags: [[u32; MAX_FLAGS]; MAX_RANKS],
         /// `rail_seen[epoch % 2][domain]`, with rails: `RailState::progress` of the rail peer as a thread of this rank has
         /// last read it, after the check of the peer's arguments. Only this rank's kernels access it and the next words.

@@ -38,6 +38,13 @@ const FEWEST_STAGES: usize = 3;
 /// Maximum number of stages of a ring: one lane initialises one stage's barrier.
 const MOST_RING_STAGES: usize = 32;
 
+/// The logarithm to base 2 of the number of parts of each row that are items of their own: as many as give no worker a second
+/// item, because that one comes 4 to 5 us later, and none of less than [`SHARE_BYTES`].
+fn share_bits(tokens: usize, workers: usize, row_bytes: usize) -> u32 {
+    let fits = |&bits: &u32| tokens > 0 && tokens << bits <= workers && row_bytes >> bits >= SHARE_BYTES;
+    (1..=MAX_GROUPS.ilog2()).rev().find(fits).unwrap_or(0)
+}
+
 /// The sizes of a launch of dispatch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct DispatchShape {
@@ -151,11 +158,13 @@ impl DispatchShape {
     /// most have nothing to do. Between domains rows stay whole, which was not measured, and if dispatch quantises: receivers
     /// expect all scales of such rows with their first piece.
     pub(crate) fn shares(&self, load: &SendLoad, row_bytes: usize) -> Self {
-        let senders = self.senders(load) as usize;
-        let fits = |bits: u32| load.tokens << bits <= senders && row_bytes >> bits >= SHARE_BYTES;
-        let whole = self.pieces > 1 || load.quantize || load.domains > 1 || load.tokens == 0;
-        let most = if whole { 0 } else { MAX_GROUPS.ilog2() };
-        let Some(group_bits) = (1..=most).rev().find(|&bits| fits(bits)) else { return *self };
+        if self.pieces > 1 || load.quantize || load.domains > 1 {
+            return *self;
+        }
+        let group_bits = share_bits(load.tokens, self.senders(load) as usize, row_bytes);
+        if group_bits == 0 {
+            return *self;
+        }
         let groups = 1 << group_bits;
         Self {
             pieces: groups,
@@ -214,9 +223,7 @@ impl CombineLoad {
     /// shares, one team adds all rows of a token, one segment after the other, and with few tokens most teams have nothing to
     /// do. `workers`: the teams of all blocks. Between domains the proxy counts whole rows.
     pub(crate) fn share_bits(&self, hidden: usize, workers: usize) -> u32 {
-        let fits = |bits: u32| self.tokens << bits <= workers && (2 * hidden) >> bits >= SHARE_BYTES;
-        let most = if self.rails || self.tokens == 0 { 0 } else { MAX_GROUPS.ilog2() };
-        (1..=most).rev().find(|&bits| fits(bits)).unwrap_or(0)
+        if self.rails { 0 } else { share_bits(self.tokens, workers, 2 * hidden) }
     }
 }
 

@@ -10,26 +10,13 @@
 #include "rails.cuh"
 #include "steps.cuh"
 
-// The work items of the push role: the shares of the chunks of the tokens of the other ranks of the domain, and of the foreign sets that these
-// ranks forward (`count_sources` in rails.cuh), in the order in which they are to be sent. For tokens of this rank, and of sets
-// that it forwards, the reduce role adds this rank's rows.
-struct PushItems {
-    const Common& c;
-    const PeerView* peers;
-    Divider sources;
-    u32 count;
-
-    __device__ PushItems(const Common& c, const PeerView* peers)
-        : c(c),
-          peers(peers),
-          sources(max(count_sources(c), 1u)),
-          count(most_of_sources(c, peers, [](const PeerView& peer) { return peer.chunks << peer.share_bits; }) * sources.by) {}
-    __device__ u32 source(u32 item) const { return source_at(c, sources.rest(item)); }
-    // The item's index among those of its source, which is also that of its flag.
-    __device__ u32 place(u32 item) const { return sources.divide(item); }
-    __device__ const PeerView& peer(u32 item) const { return peers[source(item)]; }
-    __device__ u32 chunk(u32 item) const { return place(item) >> peer(item).share_bits; }
-    __device__ u32 share(u32 item) const { return place(item) & ((1u << peer(item).share_bits) - 1); }
+// The work items of the push role: the shares of the chunks of the tokens of the other ranks of the domain, and of the foreign
+// sets that these ranks forward, in the order in which they are to be sent. For tokens of this rank, and of sets that it forwards,
+// the reduce role adds this rank's rows.
+struct PushItems : SourceItems {
+    __device__ PushItems(const Common& c, const PeerView* peers) : SourceItems(c, peers, [](u32 chunks) { return chunks; }) {}
+    __device__ u32 chunk(u32 item) const { return unit(item); }
+    __device__ u32 share(u32 item) const { return part(item); }
     __device__ bool is_missing(u32 item) const { return chunk(item) >= peer(item).chunks; }
     __device__ Range range(u32 item) const {
         const u32* begin = peer(item).recv_begin + chunk(item);

@@ -30,6 +30,9 @@ struct ReduceSet {
     u32* taken;
     // As in the handshake that its peers have of this rank; 0 for a foreign set.
     u32 share_bits;
+
+    // The index of the flags of a share of a chunk.
+    __device__ u32 flag(u32 chunk, u32 share) const { return chunk << share_bits | share; }
 };
 
 __device__ inline ReduceSet own_tokens(const CombineParams& p) {
@@ -75,8 +78,8 @@ __device__ inline bool await_chunks(const Common& c, const ReduceSet& set, u32 f
     const u32 peers = domain_end(c) - domain_begin(c);
     for (u32 flag = lane_id(); fine && flag < (end - first) * peers; flag += WARP) {
         const u32 chunk = first + flag / peers, peer = domain_begin(c) + flag % peers;
-        const u32 at = chunk << set.share_bits | share;
-        if (peer != c.rank) fine = wait_for(c, flags_of(c, set, peer) + at, epoch, peer, FOR_CHUNK, chunk);
+        if (peer != c.rank)
+            fine = wait_for(c, flags_of(c, set, peer) + set.flag(chunk, share), epoch, peer, FOR_CHUNK, chunk);
     }
     for (u32 domain = lane_id(); fine && domain < rail_domains(c); domain += WARP) {
         if (is_foreign(c, set) || domain == c.rails.domain) continue;
@@ -89,13 +92,13 @@ __device__ inline bool await_chunks(const Common& c, const ReduceSet& set, u32 f
     return fine;
 }
 
-// Looks, without waiting, whether the partial sums of a share of a chunk have arrived (as in `await_chunks`). Called by all lanes: each
-// answers for the flags and domain sums that it has read, and the caller combines the answers by a vote. With rails, the
+// Looks, without waiting, whether the partial sums of a share of a chunk have arrived (as in `await_chunks`). Called by all
+// lanes: each answers for the flags and domain sums that it has read, and the caller combines the answers by a vote. With rails, the
 // call may read a rail peer's progress, store it for other threads (`rail_seen`), and report a peer that called with
 // other arguments. While another thread reads that progress, the answer may be false although the sums have arrived.
 __device__ inline bool chunk_is_here(const Common& c, const ReduceSet& set, u32 chunk, u32 share, u32 epoch) {
     bool there = true;
-    const u32 at = chunk << set.share_bits | share;
+    const u32 at = set.flag(chunk, share);
     for (u32 peer = domain_begin(c) + lane_id(); peer < domain_end(c); peer += WARP)
         if (peer != c.rank) there = there && reached(ld_acquire_sys(flags_of(c, set, peer) + at), epoch);
     for (u32 domain = lane_id(); domain < rail_domains(c); domain += WARP) {

@@ -1,6 +1,6 @@
 // Rails between NVLink domains: the words and lanes that this rank's kernels share with its proxy, and the lists of
 // foreign sets. docs/cuda-rails.md explains both. The kernels of all operators include this file. Without RAILS,
-// they call only `count_sources`, `source_at` and `most_of_sources`.
+// they use only `count_sources`, `source_at` and `SourceItems`.
 //
 // A source is a rank of the world whose tokens come to this domain: a rank of this domain, or a rank of another domain,
 // whose tokens its rail peer in this domain forwards.
@@ -324,10 +324,31 @@ __device__ inline u32 source_at(const Common& c, u32 index) {
     return in_circle(c, source);
 }
 
-// The largest `count(view)` of the views of all sources.
-template <class Count>
-__device__ inline u32 most_of_sources(const Common& c, const PeerView* peers, const Count& count) {
-    u32 most = 0;
-    for (u32 index = 0; index < count_sources(c); index++) most = max(most, count(peers[source_at(c, index)]));
-    return most;
-}
+// The items of the sources of `count_sources`, which take turns, numbered as if all sources had as many. A source has
+// `1 << share_bits` items for each unit of its tokens, and a flag for each item.
+struct SourceItems {
+    const Common& c;
+    const PeerView* peers;
+    Divider sources;
+    u32 count = 0;
+
+    // `units_of(chunks)`: the units of a source that has this number of chunks.
+    template <class UnitsOf>
+    __device__ SourceItems(const Common& c, const PeerView* peers, const UnitsOf& units_of)
+        : c(c), peers(peers), sources(max(count_sources(c), 1u)) {
+        u32 most = 0;
+        for (u32 index = 0; index < count_sources(c); index++) {
+            const PeerView& peer = peers[source_at(c, index)];
+            most = max(most, units_of(peer.chunks) << peer.share_bits);
+        }
+        count = most * sources.by;
+    }
+    __device__ u32 source(u32 item) const { return source_at(c, sources.rest(item)); }
+    __device__ const PeerView& peer(u32 item) const { return peers[source(item)]; }
+    // The item's index among those of its source, which is also that of its flag.
+    __device__ u32 place(u32 item) const { return sources.divide(item); }
+    __device__ u32 unit(u32 item) const { return place(item) >> peer(item).share_bits; }
+    // The item's part of each row of its unit, of `parts_of(item)` parts.
+    __device__ u32 part(u32 item) const { return place(item) & (parts_of(item) - 1); }
+    __device__ u32 parts_of(u32 item) const { return 1u << peer(item).share_bits; }
+};

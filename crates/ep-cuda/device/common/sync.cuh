@@ -253,8 +253,15 @@ struct Packet {
     __device__ bool is_there(const Common& c) const { return reached(seen_with(ld_acquire_sys_u64(packet)), epoch); }
     __device__ bool is_there_now(const Common& c) const { return is_there(c); }
     __device__ u32 seen(const Common&) const { return seen_with(ld_relaxed_sys_u64(packet)); }
+    // The word, once it is there.
+    __device__ u32 word() const { return static_cast<u32>(ld_relaxed_sys_u64(packet)); }
     __device__ static u32 seen_with(u64 value) { return static_cast<u32>(value >> 32); }
 };
+
+// A word of the handshake that this rank has of `peer`.
+__device__ inline Packet packet_from(const Common& c, u32 epoch, u32 peer, u32 at) {
+    return {&c.own->handshake[epoch & 1][peer][at], epoch};
+}
 
 // Sends this rank's handshake to all ranks of its domain, this one included. It overwrites the handshake of epoch - 2, which no
 // peer still reads as long as no rank has given up: this rank has seen the peer's handshake of epoch - 1, which the peer sent
@@ -289,12 +296,12 @@ __device__ inline T* of_peer(u64 pointer, i64 delta) {
 // The handshake of `peer` has another signature than this rank's: reports the mismatch. If the rest of the peer's call does not
 // arrive, reports that instead.
 __device__ __noinline__ void report_other_call(const Common& c, u32 epoch, u32 peer, u32 signature) {
-    const u64* call = c.own->handshake[epoch & 1][peer] + HANDSHAKE_WORD(call);
+    const auto half = [&](u32 at) { return packet_from(c, epoch, peer, HANDSHAKE_WORD(call) + at); };
 #pragma unroll 1
     for (u32 at = 0; at < 2 * CALL_WORDS; at++)
-        if (!wait_until(c, Packet{call + at, epoch}, peer, FOR_HANDSHAKE, 0)) return;
+        if (!wait_until(c, half(at), peer, FOR_HANDSHAKE, 0)) return;
     report_mismatch(c, peer, signature, [&](u32 word) {
-        return ld_relaxed_sys_u64(call + 2 * word + 1) << 32 | static_cast<u32>(ld_relaxed_sys_u64(call + 2 * word));
+        return static_cast<u64>(half(2 * word + 1).word()) << 32 | half(2 * word).word();
     });
 }
 
@@ -307,22 +314,21 @@ __device__ inline bool has_same_call(const Common& c, u32 epoch, u32 peer, u32 s
 
 // Looks for a word of a peer's handshake for a while, and returns whether it has come.
 __device__ inline bool poll_word(const Common& c, u32 epoch, u32 peer, u32 at, u32& word) {
-    const u64* packet = &c.own->handshake[epoch & 1][peer][at];
+    const Packet from = packet_from(c, epoch, peer, at);
 #pragma unroll 1
     for (u32 poll = 0; poll < POLLS; poll++) {
-        const u64 value = ld_acquire_sys_u64(packet);
+        const u64 value = ld_acquire_sys_u64(from.packet);
         word = static_cast<u32>(value);
         if (reached(Packet::seen_with(value), epoch)) return true;
     }
     return false;
 }
 
-// Waits for a peer's signature. Returns false, after the fault was reported, if it does not
-// come within the bound of `waiting_for` or if the peer has called with other arguments.
+// Waits for a peer's signature. Returns false, after the fault was reported, if it does not come within the bound of `waiting_for`
+// or if the peer has called with other arguments.
 __device__ inline bool await_handshake(const Common& c, u32 epoch, u32 peer, u32 waiting_for) {
-    const u64* packet = &c.own->handshake[epoch & 1][peer][HANDSHAKE_WORD(signature)];
-    return wait_until(c, Packet{packet, epoch}, peer, waiting_for, 0) &&
-           has_same_call(c, epoch, peer, static_cast<u32>(ld_relaxed_sys_u64(packet)));
+    const Packet signature = packet_from(c, epoch, peer, HANDSHAKE_WORD(signature));
+    return wait_until(c, signature, peer, waiting_for, 0) && has_same_call(c, epoch, peer, signature.word());
 }
 
 // The awaited words of a peer's handshake: lane i has word i. All lanes call all functions.
@@ -372,9 +378,9 @@ __device__ inline bool await_views(const Common& c, u32 epoch, PeerView* peers, 
             for (u32 next = source + lane_id() * warps; fine && next < c.ranks; next += WARP * warps)
                 fine = await_handshake(c, epoch, peer_of(next), FOR_HANDSHAKE);
             if (fine && reads) {
-                const u64* packet = &c.own->handshake[epoch & 1][peer][lane_id()];
-                fine = wait_until(c, Packet{packet, epoch}, peer, FOR_HANDSHAKE, 0);
-                words.mine = static_cast<u32>(ld_relaxed_sys_u64(packet));
+                const Packet mine = packet_from(c, epoch, peer, lane_id());
+                fine = wait_until(c, mine, peer, FOR_HANDSHAKE, 0);
+                words.mine = mine.word();
             }
         }
         fine = __all_sync(ALL_LANES, fine);

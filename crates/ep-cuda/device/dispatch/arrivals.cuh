@@ -3,33 +3,19 @@
 #include "feed.cuh"
 #include "rails.cuh"
 
-// An item is `span_of` chunks of one source, for one group of pieces. Sources are those of `count_sources`, and differ in the number
-// of groups. Items are numbered in the order in which they are expected to arrive.
-struct ArrivalItems {
+// An item is `span_of` chunks of one source, for one group of pieces. Sources differ in the number of groups. Items are numbered
+// in the order in which they are expected to arrive.
+struct ArrivalItems : SourceItems {
     using Entry = Receive;
     const DispatchParams& p;
-    const Common& c;
-    const PeerView* peers;
-    Divider sources;
-    u32 count;
 
     __device__ ArrivalItems(const DispatchParams& p, const PeerView* peers)
-        : p(p),
-          c(p.common),
-          peers(peers),
-          sources(max(count_sources(c), 1u)),
-          count(most_of_sources(c, peers, [](const PeerView& peer) {
-                    return div_up(peer.chunks, span_of(peer.chunks)) << peer.share_bits;
-                }) * sources.by) {}
-    __device__ u32 source(u32 item) const { return source_at(c, sources.rest(item)); }
-    __device__ const PeerView& peer(u32 item) const { return peers[source(item)]; }
-    // The index among the items of the source, which is also that of the item's flag.
-    __device__ u32 place(u32 item) const { return sources.divide(item); }
+        : SourceItems(p.common, peers, [](u32 chunks) { return div_up(chunks, span_of(chunks)); }), p(p) {}
     __device__ u32 span(u32 item) const { return span_of(peer(item).chunks); }
-    __device__ u32 chunk(u32 item) const { return (place(item) >> peer(item).share_bits) * span(item); }
+    __device__ u32 chunk(u32 item) const { return unit(item) * span(item); }
     // As in `SendItems`.
-    __device__ u32 first_piece(u32 item) const { return place(item) & (groups_of(item) - 1); }
-    __device__ u32 groups_of(u32 item) const { return 1u << peer(item).share_bits; }
+    __device__ u32 first_piece(u32 item) const { return part(item); }
+    __device__ u32 groups_of(u32 item) const { return parts_of(item); }
     __device__ u32 pieces_of(u32 item) const { return p.long_rows ? p.pieces : groups_of(item); }
     // Bytes of a piece of an output row, which is shorter than the input row if dispatch quantises.
     __device__ u32 piece_bytes(u32 item) const {
