@@ -2,6 +2,9 @@
 
 from typing import Protocol, TypedDict
 
+import torch
+from torch import Tensor
+
 from .rendezvous import Meeting
 
 __version__: str
@@ -25,6 +28,8 @@ _Span = tuple[int, int]
 def timeout_of(settings: Settings) -> float: ...
 def finish() -> None: ...
 def check_cuda() -> None: ...
+def adopt_tensors(tensor_class: type[Tensor]) -> bool: ...
+def is_registered(address: int) -> bool: ...
 def check_row(hidden: int, format: tuple[int, int]) -> None: ...
 def dense_routing(
     gpu: int | None,
@@ -88,6 +93,27 @@ class Buffer:
         local_experts: bool,
         clear_tokens: bool,
     ) -> tuple[object, object | None, object | None, object | None]: ...
+    def dispatch_tensors(
+        self,
+        tokens: Tensor,
+        scales: Tensor | None,
+        weights: Tensor | None,
+        handle: Tensor,
+        from_routing: bool,
+        scales_of: int | None,
+        clear_tokens: bool,
+        local_experts: bool,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None] | None: ...
+    def combine_tensors(
+        self,
+        rows: Tensor,
+        probs: Tensor | None,
+        handle: Tensor,
+        tokens: int,
+        permuted: bool,
+        wire: torch.dtype | None,
+        first_column: int | None,
+    ) -> tuple[Tensor, Tensor | None] | None: ...
     def combine(
         self,
         stream: int,
@@ -110,6 +136,8 @@ class Buffer:
         backward: tuple[_Span, _Span] | None,
     ) -> None: ...
     def empty(self, stream: int, bytes: int) -> object: ...
+    def has_freed(self) -> bool: ...
+    def forget_freed(self) -> None: ...
     def synchronize(self) -> None: ...
     def check_peers(self, waited_for: str, waited: float, has_failed: bool) -> None: ...
     def traffic(self) -> tuple[int, int, int, int, float]: ...

@@ -3,6 +3,9 @@
 A function checks its tensors, allocates outputs, and calls the native module. `_calls` calls these functions unless
 autograd or a compiler must see the call, which saves the time of PyTorch's dispatcher; `_library` wraps them as
 `torch.ops.hybrid_ep.*`.
+
+Dispatch and combine first give the tensors themselves to the native module. It does the whole call if it can use all
+of them as they are, in half the time; only if it returns None is there anything to check, to copy or to refuse here.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import functools
 import math
 import weakref
 from collections.abc import Callable
-from typing import Concatenate, NamedTuple, ParamSpec, TypeGuard, TypeVar
+from typing import Concatenate, NamedTuple, ParamSpec, TypeAlias, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor
@@ -79,6 +82,9 @@ class End:
         return current_stream(self.device.index) if self.device.type == "cuda" else 0
 
 
+# False before PyTorch 2.10: then the native module never takes tensors.
+_native.adopt_tensors(torch.Tensor)
+
 _ends: weakref.WeakValueDictionary[int, End] = weakref.WeakValueDictionary()
 
 
@@ -105,9 +111,10 @@ def _in_call_order(
 
     @functools.wraps(operator)
     def ordered(end: End, /, *args: _Arguments.args, **named: _Arguments.kwargs) -> _Result:
-        if end.communication is None:
+        communication = end.communication
+        if communication is None or communication.idle:
             return operator(end, *args, **named)
-        return end.communication.run(operator, end, *args, **named)
+        return communication.run(operator, end, *args, **named)
 
     return ordered
 
@@ -120,11 +127,8 @@ class Preprocessed(NamedTuple):
     overflow: Tensor
 
 
-class Delivered(NamedTuple):
-    tokens: Tensor
-    scales: Tensor | None
-    probs: Tensor | None
-    local_experts: Tensor | None
+Delivered: TypeAlias = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
+"""Tokens, scales, probabilities and the map of local experts."""
 
 
 @_in_call_order
@@ -229,6 +233,12 @@ def dispatch(
 
     `weights` are those of the routing (`from_routing`), or dense `[T, E]` ones, or None to send none.
     """
+    scales_of = None if fp8 is None else FP8_FORMATS[fp8]
+    done = end.native.dispatch_tensors(
+        tokens, scales, weights, handle, from_routing, scales_of, clear_tokens, local_experts
+    )
+    if done is not None:
+        return done
     tokens = _checked(end, "tokens", tokens, _TOKEN_TYPES)
     rows, hidden = tokens.shape
     formats = _UNSCALED.get(tokens.dtype) if fp8 is None and scales is None else None
@@ -251,12 +261,12 @@ def dispatch(
         local_experts,
         clear_tokens,
     )
-    delivered = _registered(end, out)
-    return Delivered(
+    delivered = from_dlpack(out)
+    return (
         delivered if formats[0] < _FP8 else delivered.view(torch.float8_e4m3fn),
-        None if out_scales is None else _registered(end, out_scales),
-        None if out_probs is None else _registered(end, out_probs),
-        None if out_map is None else _registered(end, out_map).view(torch.bool),
+        None if out_scales is None else from_dlpack(out_scales),
+        None if out_probs is None else from_dlpack(out_probs),
+        None if out_map is None else from_dlpack(out_map).view(torch.bool),
     )
 
 
@@ -275,6 +285,9 @@ def combine(
 
     `first_column` is the first of the columns of `probs` that belong to the local experts.
     """
+    done = end.native.combine_tensors(rows, probs, handle, tokens, permuted, wire, first_column)
+    if done is not None:
+        return done
     rows = _checked(end, "tokens", rows, (torch.bfloat16, torch.float32))
     count, hidden = rows.shape
     if wire not in (None, torch.bfloat16, torch.float32):
@@ -350,18 +363,11 @@ def empty(end: End, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Makes an uninitialized tensor in registered memory."""
     if end.communication is not None:
         # The memory may be that of a freed tensor that an asynchronous operator still reads or writes.
-        end.communication.join(operates=False)
+        end.communication.join(end, operates=False)
     size = math.prod(shape) * dtype.itemsize
     # Detached, because autograd may refuse to change such a view in place.
-    return _registered(end, end.native.empty(end.stream(), size)).view(dtype).view(shape).detach()
-
-
-def _registered(end: End, capsule: object) -> Tensor:
-    """Makes a tensor of registered memory."""
-    tensor = from_dlpack(capsule)
-    if end.communication is not None:
-        end.communication.watch(tensor)
-    return tensor
+    memory: Tensor = from_dlpack(end.native.empty(end.stream(), size))
+    return memory.view(dtype).view(shape).detach()
 
 
 def _output(end: End, like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

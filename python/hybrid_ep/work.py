@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
+from . import _native
 from .errors import CallerError
 
 if TYPE_CHECKING:
@@ -164,14 +165,14 @@ class Communication:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        # Whether no operator was asynchronous yet.
+        self.idle = True
         # None before the first asynchronous operator.
         self._stream: torch.cuda.Stream | None = None
         # The asynchronous call of each thread.
         self._calls = _ThreadCall()
         # The works for which no stream waits yet, in call order.
         self._pending: deque[Work] = deque()
-        self._delivered: set[weakref.ref[torch.UntypedStorage]] = set()
-        self._freed = False
 
     @contextmanager
     def call(self, end: End, after: torch.cuda.Event | Work | None, given: Iterable[Tensor]) -> Iterator[Work]:
@@ -186,6 +187,7 @@ class Communication:
             The work of the operators.
         """
         addresses = set() if after is None else {tensor.data_ptr() for tensor in given}
+        self.idle = False
         call = self._calls.call = _Call(Work(end), after, addresses)
         try:
             yield call.work
@@ -200,13 +202,14 @@ class Communication:
         call = self._calls.call
         if call is not None:
             return self._launch(call, operator, end, *args)
-        self.join(operates=True)
+        self.join(end, operates=True)
         return operator(end, *args)
 
-    def join(self, *, operates: bool) -> None:
+    def join(self, end: End, *, operates: bool) -> None:
         """Makes the current stream wait for all asynchronous operators so far.
 
         Args:
+            end: The buffer.
             operates: Whether an operator in the current stream follows.
         """
         if self._stream is None or self._calls.call is not None:
@@ -218,8 +221,8 @@ class Communication:
             assert event is not None
             torch.cuda.current_stream(self.device).wait_event(event)
             self._release_through(self._pending[-1])
-        if operates:
-            self._freed &= capturing
+        if operates and not capturing:
+            end.native.forget_freed()
 
     def waited(self, work: Work) -> None:
         """Called when a stream waits for this work, and so for all works before it."""
@@ -227,16 +230,6 @@ class Communication:
             self._release_through(work)
         else:
             work._release()
-
-    def watch(self, tensor: Tensor) -> None:
-        """Notices when registered memory that was delivered as this tensor is freed."""
-        storage = tensor.untyped_storage()
-        _registered.add(storage)
-        self._delivered.add(weakref.ref(storage, self._notice_freed))
-
-    def _notice_freed(self, storage: weakref.ref[torch.UntypedStorage]) -> None:
-        self._delivered.discard(storage)
-        self._freed = True
 
     def _launch(self, call: _Call, operator: Callable[..., Result], end: End, *args: Any) -> Result:
         if self._stream is None:
@@ -246,7 +239,7 @@ class Communication:
         capturing = is_capturing(self.device)
         self._tidy(capturing)
         inputs = self._tensors_of(args)
-        self._fork(stream, current, call, inputs, capturing)
+        self._fork(end, stream, current, call, inputs, capturing)
         work = call.work
         work._captured = capturing
         try:
@@ -269,6 +262,7 @@ class Communication:
 
     def _fork(
         self,
+        end: End,
         stream: torch.cuda.Stream,
         current: torch.cuda.Stream,
         call: _Call,
@@ -282,10 +276,12 @@ class Communication:
             after._check_capture(capturing)
             # None: the work is complete, so the operator follows the current stream.
             after = after._event
-        if after is None or capturing or self._freed or any(tensor.data_ptr() not in call.given for tensor in inputs):
-            stream.wait_stream(current)
+        made_here = any(tensor.data_ptr() not in call.given for tensor in inputs)
+        if after is None or capturing or made_here or end.native.has_freed():
             # Replays write to memory of the capture only, so a capture does not order later operators.
-            self._freed &= capturing
+            if not capturing:
+                end.native.forget_freed()
+            stream.wait_stream(current)
         if after is not None:
             stream.wait_event(after)
 
@@ -324,13 +320,9 @@ class _Call:
         self.given = given
 
 
-# The storages in registered memory of all buffers.
-_registered: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
-
-
 def _record(tensor: Tensor, stream: torch.cuda.Stream) -> None:
     """Keeps memory of PyTorch's allocator from being reused before the stream is done with it."""
-    if tensor.untyped_storage() in _registered:
+    if _native.is_registered(tensor.untyped_storage().data_ptr()):
         return
     try:
         tensor.record_stream(stream)

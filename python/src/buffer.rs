@@ -1,26 +1,30 @@
-//! The class `Buffer`.
+//! The class `Buffer`. The calls of operators that its methods share are in `operators`.
 
+use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{LockResult, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::thread::{self, ThreadId};
 use std::time::Duration;
 
 use ep::join::Rendezvous;
-use ep::{Backend, Config, DispatchMode, Rank, ScaleFormat, World};
+use ep::{Backend, Config, DispatchMode, Element, Rank, ScaleFormat, World};
 use ep_cuda::CudaBuffer;
 use ep_host::HostBuffer;
 use pyo3::prelude::*;
 use pyo3::types::PyCapsule;
 
 use crate::call::{
-    self, Capsules, CombineCall, DispatchCall, Form, Given, Report, RoutingTensors, Span, Tensors, Tokens,
+    self, CombineCall, DispatchCall, Form, Given, Quadruple, Report, RoutingTensors, Span, Tensors, Tokens,
     WeightRowsCall,
 };
-use crate::dlpack::Device;
+use crate::delivered::Freed;
+use crate::dlpack::{DataType, Device, Shape};
 use crate::errors::{Failure, poisoned};
+use crate::exchange::Exchange;
 use crate::handle;
 use crate::interrupt::Signals;
 use crate::join::{self, Callback, Settings};
+use crate::tensors;
 
 const CLOSED: &str =
     "this buffer was closed: close it after its last operator, those of backward passes included";
@@ -34,6 +38,8 @@ pub(crate) struct Buffer {
     caller: Mutex<Option<ThreadId>>,
     facts: Facts,
     signals: Signals,
+    /// Of the memory of tensors that this buffer has delivered.
+    freed: Freed,
 }
 
 /// Pause between two checks whether a call in another thread has ended.
@@ -48,6 +54,12 @@ struct Facts {
     device: Device,
 }
 
+impl Facts {
+    fn local_experts(&self) -> Range<usize> {
+        self.world.placement().positions_of(Rank(self.rank as u32))
+    }
+}
+
 /// A value of the host backend or of the CUDA backend.
 enum Either<H, C> {
     Host(H),
@@ -55,6 +67,9 @@ enum Either<H, C> {
 }
 
 type AnyEnd = Either<Box<HostBuffer>, Box<CudaBuffer>>;
+
+/// The tensors of a combine: tokens, and their probabilities.
+type Summed<'py> = (Bound<'py, PyAny>, Option<Bound<'py, PyAny>>);
 
 /// Evaluates `$call` with `$end` bound to the buffer of either backend.
 macro_rules! with_end {
@@ -65,6 +80,9 @@ macro_rules! with_end {
         }
     };
 }
+
+// After the macro, which it uses.
+mod operators;
 
 /// The backend of a world.
 #[derive(Clone, Copy)]
@@ -97,7 +115,13 @@ impl Buffer {
             backend,
             device,
         });
-        Self { end: Mutex::new(Some(end)), caller: Mutex::default(), facts, signals: signals.clone() }
+        Self {
+            end: Mutex::new(Some(end)),
+            caller: Mutex::default(),
+            facts,
+            signals: signals.clone(),
+            freed: Freed::default(),
+        }
     }
 
     fn host(buffer: HostBuffer, signals: &Signals) -> Self {
@@ -284,7 +308,7 @@ impl Buffer {
     /// The half-open range of local experts.
     #[getter]
     fn local_experts(&self) -> (usize, usize) {
-        let positions = self.facts.world.placement().positions_of(Rank(self.facts.rank as u32));
+        let positions = self.facts.local_experts();
         (positions.start, positions.end)
     }
 
@@ -378,7 +402,7 @@ impl Buffer {
         probs: Option<Span>,
         local_experts: bool,
         clear_tokens: bool,
-    ) -> Result<Capsules<'py>, Failure> {
+    ) -> Result<Quadruple<Bound<'py, PyCapsule>>, Failure> {
         let call = DispatchCall {
             rows: size.0,
             hidden: size.1,
@@ -398,15 +422,49 @@ impl Buffer {
             local_experts,
             clear_tokens,
         };
-        let (handle, device) = (handle::find(number)?, self.facts.device);
-        let delivered = self.operate(py, stream, |end| match end {
-            Either::Host(end) => call::dispatch(&mut **end, &handle, &call).map(Either::Host),
-            Either::Cuda(end) => call::dispatch(&mut **end, &handle, &call).map(Either::Cuda),
-        })?;
-        match delivered {
-            Either::Host(delivered) => delivered.into_capsules(py, device),
-            Either::Cuda(delivered) => delivered.into_capsules(py, device),
+        let (device, freed) = (self.facts.device, &self.freed);
+        match self.dispatched(py, stream, number, &call)? {
+            Either::Host(delivered) => delivered.each(|output| output.into_capsule(py, device, freed)),
+            Either::Cuda(delivered) => delivered.each(|output| output.into_capsule(py, device, freed)),
         }
+        .map_err(Failure::Raised)
+    }
+
+    /// Dispatches tensors that need no copy. Returns `None`, and has done nothing, if there is anything unusual about
+    /// the arguments, or PyTorch cannot exchange tensors. The arguments are those of `hybrid_ep.ops.dispatch`; `scales_of`
+    /// is the number of the format that `fp8` names.
+    #[expect(clippy::too_many_arguments, reason = "passed by position: no call is cheaper")]
+    fn dispatch_tensors<'py>(
+        &self,
+        py: Python<'py>,
+        tokens: &Bound<'py, PyAny>,
+        scales: Option<&Bound<'py, PyAny>>,
+        weights: Option<&Bound<'py, PyAny>>,
+        handle: &Bound<'py, PyAny>,
+        from_routing: bool,
+        scales_of: Option<u8>,
+        clear_tokens: bool,
+        local_experts: bool,
+    ) -> Result<Option<Quadruple<Bound<'py, PyAny>>>, Failure> {
+        let Some(exchange) = Exchange::get(py) else { return Ok(None) };
+        let (device, freed) = (self.facts.device, &self.freed);
+        let reader = self.reader(exchange);
+        let quantise = scales_of.map(|format| tokens_of((3, format))).transpose()?;
+        let given = tensors::Dispatch { tokens, scales, weights, from_routing, quantise };
+        let (Some(number), Some(mut call)) = (reader.number(handle), reader.dispatch(&given)) else {
+            return Ok(None);
+        };
+        (call.clear_tokens, call.local_experts) = (clear_tokens, local_experts);
+        let stream = exchange.stream(py, device).map_err(Failure::Raised)?;
+        match self.dispatched(py, stream, number, &call)? {
+            Either::Host(delivered) => {
+                delivered.each(|output| output.into_tensor(py, exchange, device, freed))
+            }
+            Either::Cuda(delivered) => {
+                delivered.each(|output| output.into_tensor(py, exchange, device, freed))
+            }
+        }
+        .map(Some)
         .map_err(Failure::Raised)
     }
 
@@ -431,9 +489,50 @@ impl Buffer {
     ) -> Result<(), Failure> {
         let (element, wire) = (call::element(wide.0), call::element(wide.1));
         let (rows, tokens, hidden) = size;
-        let call = CombineCall { rows, tokens, hidden, element, wire, data, probs, out, out_probs };
-        let handle = handle::find(number)?;
-        self.operate(py, stream, |end| with_end!(end, end => call::combine(&mut **end, &handle, &call)))
+        self.combined(
+            py,
+            stream,
+            number,
+            &CombineCall { rows, tokens, hidden, element, wire, data, probs, out, out_probs },
+        )
+    }
+
+    /// Combines tensors that need no copy, like [`dispatch_tensors`](Self::dispatch_tensors). The arguments are those of
+    /// `hybrid_ep.ops.combine`.
+    #[expect(clippy::too_many_arguments, reason = "passed by position: no call is cheaper")]
+    fn combine_tensors<'py>(
+        &self,
+        py: Python<'py>,
+        rows: &Bound<'py, PyAny>,
+        probs: Option<&Bound<'py, PyAny>>,
+        handle: &Bound<'py, PyAny>,
+        tokens: usize,
+        permuted: bool,
+        wire: Option<&Bound<'py, PyAny>>,
+        first_column: Option<usize>,
+    ) -> Result<Option<Summed<'py>>, Failure> {
+        let Some(exchange) = Exchange::get(py) else { return Ok(None) };
+        let reader = self.reader(exchange);
+        let given = tensors::Combine { rows, probs, tokens, permuted, wire, first_column };
+        let (Some(number), Some(mut call)) = (reader.number(handle), reader.combine(&given)) else {
+            return Ok(None);
+        };
+        let stream = exchange.stream(py, self.facts.device).map_err(Failure::Raised)?;
+        let dtype = if call.element == Element::F32 { DataType::F32 } else { DataType::BF16 };
+        let Some((out, span)) = self.output(py, exchange, stream, rows, dtype, [tokens, call.hidden])? else {
+            return Ok(None);
+        };
+        call.out = span;
+        let mut out_probs = None;
+        if let Some(probs) = probs {
+            let shape = [tokens, self.facts.world.experts()];
+            let Some((out, span)) = self.output(py, exchange, stream, probs, DataType::F32, shape)? else {
+                return Ok(None);
+            };
+            (out_probs, call.out_probs) = (Some(out), Some(span));
+        }
+        self.combined(py, stream, number, &call)?;
+        Ok(Some((out, out_probs)))
     }
 
     /// Multiplies rows by their weights. `wide`: whether `values` and `out` are f32 instead of bf16. `backward` holds
@@ -465,16 +564,21 @@ impl Buffer {
         stream: usize,
         bytes: usize,
     ) -> Result<Bound<'py, PyCapsule>, Failure> {
-        let device = self.facts.device;
-        let output = self.operate(py, stream, |end| match end {
-            Either::Host(end) => call::empty(&mut **end, bytes).map(Either::Host),
-            Either::Cuda(end) => call::empty(&mut **end, bytes).map(Either::Cuda),
-        })?;
-        match output {
-            Either::Host(output) => output.into_capsule(py, device),
-            Either::Cuda(output) => output.into_capsule(py, device),
+        let (device, freed) = (self.facts.device, &self.freed);
+        match self.allocated(py, stream, DataType::U8, Shape { rows: bytes, columns: None })? {
+            Either::Host(output) => output.into_capsule(py, device, freed),
+            Either::Cuda(output) => output.into_capsule(py, device, freed),
         }
         .map_err(Failure::Raised)
+    }
+
+    /// Whether memory that this buffer delivered was freed since the last [`forget_freed`](Self::forget_freed).
+    fn has_freed(&self) -> bool {
+        self.freed.get()
+    }
+
+    fn forget_freed(&self) {
+        self.freed.forget();
     }
 
     /// Waits until all operators called so far are complete.

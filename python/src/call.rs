@@ -11,8 +11,10 @@ use ep::{
 use pyo3::prelude::*;
 use pyo3::types::PyCapsule;
 
+use crate::delivered::{Delivered as Owned, Freed};
 use crate::dlpack::{self, DataType, Device, Shape};
 use crate::errors::Failure;
+use crate::exchange::Exchange;
 use crate::handle::{Handle, Of};
 
 /// The address and the size in bytes of a tensor.
@@ -169,7 +171,7 @@ impl Tokens {
         match self {
             Self::Bf16 => DataType::BF16,
             Self::F32 => DataType::F32,
-            Self::Fp8(_) | Self::QuantizeFp8(_) => DataType::U8,
+            Self::Fp8(_) | Self::QuantizeFp8(_) => DataType::F8_E4M3,
         }
     }
 }
@@ -192,25 +194,21 @@ pub(crate) struct Delivered<M> {
 
 pub(crate) struct Output<M> {
     memory: M,
-    address: usize,
+    pub(crate) address: usize,
     row_bytes: usize,
     dtype: DataType,
     shape: Shape,
 }
 
-/// The tensors of a dispatch: tokens, scales, probs, local_experts.
-pub(crate) type Capsules<'py> = (
-    Bound<'py, PyCapsule>,
-    Option<Bound<'py, PyCapsule>>,
-    Option<Bound<'py, PyCapsule>>,
-    Option<Bound<'py, PyCapsule>>,
-);
+/// What a dispatch delivers: tokens, scales, probs, local_experts; as capsules or as tensors.
+pub(crate) type Quadruple<T> = (T, Option<T>, Option<T>, Option<T>);
 
 impl<M: Send + 'static> Delivered<M> {
-    pub(crate) fn into_capsules(self, py: Python<'_>, device: Device) -> PyResult<Capsules<'_>> {
-        let optional = |output: Option<Output<M>>| output.map(|one| one.into_capsule(py, device)).transpose();
+    /// Converts each output.
+    pub(crate) fn each<T>(self, convert: impl Fn(Output<M>) -> PyResult<T>) -> PyResult<Quadruple<T>> {
+        let optional = |output: Option<Output<M>>| output.map(&convert).transpose();
         Ok((
-            self.tokens.into_capsule(py, device)?,
+            convert(self.tokens)?,
             optional(self.scales)?,
             optional(self.probs)?,
             optional(self.local_experts)?,
@@ -236,10 +234,28 @@ impl<M: Send + 'static> Output<M> {
         Ok(Self { memory, address, row_bytes, dtype, shape })
     }
 
-    pub(crate) fn into_capsule(self, py: Python<'_>, device: Device) -> PyResult<Bound<'_, PyCapsule>> {
-        let data = self.address as *mut c_void;
+    /// Makes a capsule. Booleans and FP8 are bytes there.
+    pub(crate) fn into_capsule<'py>(
+        self,
+        py: Python<'py>,
+        device: Device,
+        freed: &Freed,
+    ) -> PyResult<Bound<'py, PyCapsule>> {
+        let (data, owner) = (self.address as *mut c_void, Owned::new(self.memory, self.address, freed));
         // SAFETY: the memory was allocated for this shape, and the capsule owns it.
-        unsafe { dlpack::capsule(py, self.memory, data, device, self.dtype, self.shape) }
+        unsafe { dlpack::capsule(py, owner, data, device, self.dtype, self.shape) }
+    }
+
+    pub(crate) fn into_tensor<'py>(
+        self,
+        py: Python<'py>,
+        exchange: &Exchange,
+        device: Device,
+        freed: &Freed,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let (data, owner) = (self.address as *mut c_void, Owned::new(self.memory, self.address, freed));
+        // SAFETY: the memory was allocated for this shape, and the tensor owns it.
+        unsafe { exchange.tensor(py, owner, data, device, self.dtype, self.shape) }
     }
 }
 
@@ -360,7 +376,7 @@ fn outputs<B: Tensors>(
     };
     let local_experts = match plain && call.local_experts {
         false => None,
-        true => Some(Output::new(backend, experts, DataType::U8, matrix(experts))?),
+        true => Some(Output::new(backend, experts, DataType::BOOL, matrix(experts))?),
     };
     Ok(Delivered { tokens, scales, probs, local_experts })
 }
@@ -422,9 +438,14 @@ pub(crate) fn combine<B: Tensors>(
     B::with_handle(&handle.of, |own| Ok(backend.combine(own, input, output)?))
 }
 
-/// Allocates registered memory for a tensor of bytes.
-pub(crate) fn empty<B: Tensors>(backend: &mut B, bytes: usize) -> Result<Output<B::Memory>, Failure> {
-    Output::new(backend, 1, DataType::U8, Shape { rows: bytes, columns: None })
+/// Allocates registered memory for a tensor.
+pub(crate) fn empty<B: Tensors>(
+    backend: &mut B,
+    dtype: DataType,
+    shape: Shape,
+) -> Result<Output<B::Memory>, Failure> {
+    let row_bytes = shape.columns.unwrap_or(1).saturating_mul(dtype.bytes());
+    Output::new(backend, row_bytes, dtype, shape)
 }
 
 /// The arguments of a multiplication of rows by weights.

@@ -1,4 +1,5 @@
-//! Export of memory to a tensor library by DLPack. The tensor owns the memory; freeing the tensor returns it.
+//! Export of memory to a tensor library by DLPack's capsules, which every version of PyTorch takes. The tensor owns the
+//! memory; freeing the tensor returns it. `exchange` has the quicker way of newer versions.
 
 use std::ffi::{CStr, c_void};
 use std::ptr::NonNull;
@@ -10,7 +11,7 @@ use pyo3::types::PyCapsule;
 const NAME: &CStr = c"dltensor";
 
 /// `DLDevice` of the DLPack specification.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(C)]
 pub(crate) struct Device {
     kind: i32,
@@ -24,13 +25,17 @@ impl Device {
         Self { kind: 2, ordinal: ordinal as i32 }
     }
 
+    pub(crate) fn kind(self) -> i32 {
+        self.kind
+    }
+
     pub(crate) fn ordinal(self) -> i32 {
         self.ordinal
     }
 }
 
 /// `DLDataType` of the DLPack specification.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(C)]
 pub(crate) struct DataType {
     code: u8,
@@ -43,19 +48,52 @@ impl DataType {
     pub(crate) const U8: Self = Self { code: 1, bits: 8, lanes: 1 };
     pub(crate) const F32: Self = Self { code: 2, bits: 32, lanes: 1 };
     pub(crate) const BF16: Self = Self { code: 4, bits: 16, lanes: 1 };
+    pub(crate) const BOOL: Self = Self { code: 6, bits: 8, lanes: 1 };
+    pub(crate) const F8_E4M3: Self = Self { code: 10, bits: 8, lanes: 1 };
+    pub(crate) const F8_E8M0: Self = Self { code: 14, bits: 8, lanes: 1 };
+
+    /// Whether elements are four bytes or two, as [`Element`](ep::Element) of rows that are summed.
+    pub(crate) fn is_float(self) -> bool {
+        self == Self::F32 || self == Self::BF16
+    }
+
+    pub(crate) fn bytes(self) -> usize {
+        usize::from(self.bits) / 8
+    }
+
+    /// The type, or `U8` for types that a capsule without a version cannot have.
+    fn for_capsules(self) -> Self {
+        if self == Self::BOOL || self == Self::F8_E4M3 { Self::U8 } else { self }
+    }
 }
 
 /// `DLTensor` of the DLPack specification.
+#[derive(Debug)]
 #[repr(C)]
-struct Tensor {
-    data: *mut c_void,
-    device: Device,
-    ndim: i32,
-    dtype: DataType,
-    shape: *mut i64,
-    /// Null: row-major, contiguous.
-    strides: *mut i64,
-    byte_offset: u64,
+pub(crate) struct Tensor {
+    pub(crate) data: *mut c_void,
+    pub(crate) device: Device,
+    pub(crate) ndim: i32,
+    pub(crate) dtype: DataType,
+    pub(crate) shape: *mut i64,
+    /// In elements. Null: row-major, contiguous.
+    pub(crate) strides: *mut i64,
+    pub(crate) byte_offset: u64,
+}
+
+impl Tensor {
+    /// A tensor of this shape, whose sizes and strides are not set yet.
+    pub(crate) fn unsized_at(data: *mut c_void, device: Device, dtype: DataType, shape: Shape) -> Self {
+        Self {
+            data,
+            device,
+            ndim: if shape.columns.is_some() { 2 } else { 1 },
+            dtype,
+            shape: std::ptr::null_mut(),
+            strides: std::ptr::null_mut(),
+            byte_offset: 0,
+        }
+    }
 }
 
 /// `DLManagedTensor` of the DLPack specification.
@@ -81,6 +119,13 @@ pub(crate) struct Shape {
     pub(crate) columns: Option<usize>,
 }
 
+impl Shape {
+    /// The sizes of the dimensions; of a vector, the second one has no meaning.
+    pub(crate) fn sizes(self) -> [i64; 2] {
+        [self.rows as i64, self.columns.unwrap_or(0) as i64]
+    }
+}
+
 /// Makes a capsule that `torch.from_dlpack` turns into a tensor. Dropping the tensor drops `owner`, and so does
 /// dropping an unconsumed capsule; either may happen on any thread.
 ///
@@ -96,19 +141,11 @@ pub(crate) unsafe fn capsule<'py, T: Send + 'static>(
 ) -> PyResult<Bound<'py, PyCapsule>> {
     let mut export = Box::new(Export {
         managed: ManagedTensor {
-            tensor: Tensor {
-                data,
-                device,
-                ndim: if shape.columns.is_some() { 2 } else { 1 },
-                dtype,
-                shape: std::ptr::null_mut(),
-                strides: std::ptr::null_mut(),
-                byte_offset: 0,
-            },
+            tensor: Tensor::unsized_at(data, device, dtype.for_capsules(), shape),
             context: std::ptr::null_mut(),
             deleter: Some(delete::<T>),
         },
-        shape: [shape.rows as i64, shape.columns.unwrap_or(0) as i64],
+        shape: shape.sizes(),
         _owner: owner,
     });
     export.managed.tensor.shape = export.shape.as_mut_ptr();

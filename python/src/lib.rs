@@ -1,4 +1,5 @@
-//! `hybrid_ep._native`: the operators behind the Python package. Arguments are numbers; results are DLPack capsules.
+//! `hybrid_ep._native`: the operators behind the Python package. Arguments are numbers or tensors; results are DLPack
+//! capsules or tensors.
 //!
 //! | module | contents |
 //! |---|---|
@@ -7,7 +8,10 @@
 //! | `join` | rendezvous: by a callback into Python, by the launcher's environment, or of one rank |
 //! | `handle` | handles as tensors |
 //! | `dense` | conversion of a top-k routing to a map and dense probabilities |
-//! | `dlpack` | export of memory to a tensor library |
+//! | `tensors` | from the tensors of a call to its numbers, if that needs no copy |
+//! | `dlpack` | export of memory to a tensor library, by capsules |
+//! | `exchange` | tensors of PyTorch, read and made without calls of Python code |
+//! | `delivered` | registered memory that tensors own |
 //! | `interrupt` | Ctrl-C while an operator waits |
 //! | `carrier` | carriers of messages between datacenters |
 //! | `migration` | experts between datacenters |
@@ -16,22 +20,25 @@
 //! | `cli` | the program `hybrid-ep`, for `python -m hybrid_ep` |
 //!
 //! This module is private to the package and trusts the addresses that it receives: `hybrid_ep.ops` checks the tensors
-//! that the addresses belong to, and keeps them alive.
+//! that the addresses belong to, and keeps them alive. It checks tensors that it receives as such.
 
 mod buffer;
 mod call;
 mod carrier;
 mod cli;
 mod cuda;
+mod delivered;
 mod dense;
 mod dlpack;
 mod errors;
+mod exchange;
 mod handle;
 mod host;
 mod interrupt;
 mod join;
 mod migration;
 mod reduction;
+mod tensors;
 
 #[pyo3::pymodule]
 mod _native {
@@ -48,7 +55,13 @@ mod _native {
     use super::cuda::check_cuda;
 
     #[pymodule_export]
+    use super::delivered::is_registered;
+
+    #[pymodule_export]
     use super::dense::dense_routing;
+
+    #[pymodule_export]
+    use super::exchange::adopt_tensors;
 
     #[pymodule_export]
     use super::join::timeout_of;

@@ -96,12 +96,18 @@ class Native:
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._native, name)
-        if name not in ("preprocess", "dispatch", "combine"):
+        if name == "combine_tensors":
+            # Its outputs are in registered memory on the CPU; see `_output` below.
+            return lambda *args: None
+        operator = name.removesuffix("_tensors")
+        if operator not in ("preprocess", "dispatch", "combine"):
             return found
 
         def call(*args: Any) -> Any:
             result = found(*args)
-            self._cuda.launch(f"{name} {self._calls}")
+            if result is None and operator != name:
+                return None
+            self._cuda.launch(f"{operator} {self._calls}")
             self._calls += 1
             return result
 
