@@ -82,7 +82,7 @@ class End:
         return current_stream(self.device.index) if self.device.type == "cuda" else 0
 
 
-# False before PyTorch 2.10: then the native module never takes tensors.
+# An older PyTorch may lack the interface (2.11 has it). Then the native module never takes tensors.
 _native.adopt_tensors(torch.Tensor)
 
 _ends: weakref.WeakValueDictionary[int, End] = weakref.WeakValueDictionary()

@@ -1,4 +1,4 @@
-//! PyTorch's tensors through DLPack's C exchange interface, which PyTorch has since 2.10: the native module reads the
+//! PyTorch's tensors through DLPack's C exchange interface, which PyTorch 2.11 has: the native module reads the
 //! addresses, types and sizes of tensors, and makes tensors, without calls of Python code.
 //!
 //! A call reads its tensors here first. A tensor that [`look`](Exchange::look) does not accept is nothing wrong: Python

@@ -18,7 +18,7 @@ X = (torch.arange(TOKENS * HIDDEN).view(TOKENS, HIDDEN) % 113 - 50) / 16
 WEIGHTS = torch.arange(TOKENS * 2).view(TOKENS, 2) / 16
 
 newer_pytorch = pytest.mark.skipif(
-    not _native.adopt_tensors(Tensor), reason="this PyTorch has no C interface for DLPack: it is older than 2.10"
+    not _native.adopt_tensors(Tensor), reason="this PyTorch does not have the C interface of DLPack"
 )
 
 
