@@ -79,7 +79,7 @@ class Buffer(Joined):
             heartbeat may be silent. Default: HYBRID_EP_STALL_TIMEOUT_MS, else 30. A shorter `timeout` limits it.
         workers: CPU only: the number of threads of an operator. Default: cores divided by ranks.
         sms: GPU only: the number of streaming multiprocessors that dispatch and combine use. Default: HYBRID_EP_SMS,
-            else 32.
+            else 48 for one or two ranks in one domain, and 32 otherwise.
         max_tokens: GPUs in several domains only: makes room for this many tokens of a rank in a call. It only raises
             HYBRID_EP_CUDA_RAIL_TOKENS (4,096 if not set). Of the values of all ranks, the largest applies; a call with
             more tokens fails.

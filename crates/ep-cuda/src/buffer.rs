@@ -35,8 +35,6 @@ const PREPROCESS_BLOCKS: u32 = 64;
 
 /// Minimum number of blocks of dispatch and combine.
 const FEWEST_BLOCKS: u32 = 2;
-/// SMs of dispatch and combine if the caller does not set them.
-const DEFAULT_SMS: u32 = 32;
 
 /// One rank of a world, on a GPU.
 ///
@@ -149,14 +147,16 @@ pub(crate) struct Home {
 pub(crate) fn load_kernels(world: &World, device: &Arc<Device>, shared: bool, config: &Config) -> Result<()> {
     let keys = match shared {
         true => KernelKey::of_world(views(world), has_rails(world), device.shared_bytes),
-        false => KernelKey::usual(views(world), has_rails(world), device.shared_bytes, wanted_sms(config)),
+        false => {
+            KernelKey::usual(views(world), has_rails(world), device.shared_bytes, wanted_sms(world, config))
+        }
     };
     Kernels::get().load_ahead(device, &keys, config.cuda.plain_copies)
 }
 
 /// The number of SMs that dispatch and combine are to use.
-fn wanted_sms(config: &Config) -> u32 {
-    if config.cuda.sms == 0 { DEFAULT_SMS } else { config.cuda.sms as u32 }
+fn wanted_sms(world: &World, config: &Config) -> u32 {
+    if config.cuda.sms == 0 { tuning::default_sms(world) } else { config.cuda.sms as u32 }
 }
 
 impl Home {
@@ -191,6 +191,7 @@ impl CudaBuffer {
     ) -> Result<Self> {
         let Home { rank, device, stream, arena, control, report } = home;
         let view = stream.view();
+        let sms = wanted_sms(&world, config);
         let (machines, hearts) = (peers.machines.clone(), peers.hearts.clone());
         let faults = Arc::new(Faults::new(report, world.experts(), machines, config, hearts));
         let local_experts = world.placement().local_experts(rank);
@@ -272,7 +273,7 @@ impl CudaBuffer {
             set_prob_scratch: None,
             set_done,
             rails,
-            blocks: wanted_sms(config).clamp(FEWEST_BLOCKS, most),
+            blocks: sms.clamp(FEWEST_BLOCKS, most),
             preprocess_blocks: PREPROCESS_BLOCKS.min(most),
             plain_copies: config.cuda.plain_copies,
             chunk_tokens: config.chunk_tokens,

@@ -1,6 +1,6 @@
 //! The division of an operator into pieces, stages and blocks, from its sizes and those of the GPU.
 
-use ep::{CallerError, Result};
+use ep::{CallerError, Result, World};
 
 use crate::params::{MAX_GROUPS, MOST_STAGES, SCALE_BUFFER_BYTES};
 use crate::shared::{
@@ -8,6 +8,11 @@ use crate::shared::{
     stage_stride,
 };
 
+/// SMs of dispatch and combine if the caller does not set them.
+const DEFAULT_SMS: u32 = 32;
+/// The same for one or two ranks in one domain. They copy and add more rows locally than cross a link, so the SMs are the
+/// bound.
+const DEFAULT_SMS_OF_TWO: u32 = 48;
 /// Maximum size of a piece of a row in dispatch, in bytes.
 const DISPATCH_PIECE: usize = 16 << 10;
 /// The same if dispatch quantises, where more warps share the memory.
@@ -37,6 +42,11 @@ const FEW_TOKENS: usize = 8;
 const FEWEST_STAGES: usize = 3;
 /// Maximum number of stages of a ring: one lane initialises one stage's barrier.
 const MOST_RING_STAGES: usize = 32;
+
+/// The number of SMs of dispatch and combine if the caller does not set it.
+pub(crate) fn default_sms(world: &World) -> u32 {
+    if world.topology().domains() == 1 && world.ranks() <= 2 { DEFAULT_SMS_OF_TWO } else { DEFAULT_SMS }
+}
 
 /// The logarithm to base 2 of the number of parts of each row that are items of their own: as many as give no worker a second
 /// item, because that one comes 4 to 5 us later, and none of less than [`SHARE_BYTES`].
@@ -296,6 +306,15 @@ mod tests {
         domains: 1,
         blocks: 32,
     };
+
+    #[test]
+    fn two_gpus_use_more_sms() {
+        let default = |ranks, domains| {
+            let world = World::builder().ranks(ranks).domains(domains).experts(8).build().unwrap();
+            default_sms(&world)
+        };
+        assert_eq!([default(1, 1), default(2, 1), default(4, 1), default(2, 2)], [48, 48, 32, 32]);
+    }
 
     #[test]
     fn ranks_agree_on_pieces_that_have_flags_of_their_own() {

@@ -26,7 +26,7 @@ pub(crate) struct TuningArgs {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(0..=256))]
     pub(crate) workers: Option<u16>,
     /// SMs of each GPU for dispatch and combine; `bench` measures each number of a list such as 8,16,32 [default:
-    /// HYBRID_EP_SMS, or 32]
+    /// HYBRID_EP_SMS; or 48 for one or two ranks in one domain, else 32]
     #[arg(
         long,
         value_name = "N",
