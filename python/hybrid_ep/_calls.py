@@ -17,6 +17,7 @@ from torch.autograd import forward_ad
 
 # `_autograd` also registers the operators.
 from . import _autograd, ops
+from ._compilers import opaque
 from ._dense import dense_weights
 from .errors import CallerError
 from .ops import End
@@ -212,7 +213,7 @@ def start(
 
 
 # A compiled graph has no streams, and no Work: the graph breaks here.
-@torch.compiler.disable
+@opaque
 def _start(
     after: torch.cuda.Event | Work | None, call: Callable[..., Result], end: End, *arguments: Any
 ) -> tuple[Result, Work]:

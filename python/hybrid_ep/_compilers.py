@@ -1,4 +1,5 @@
-"""Makes Inductor run every collective operator of a graph, in the graph's order. Only `_library` imports this module.
+"""What compilers must know: into which functions they cannot look, and that Inductor runs every collective operator of
+a graph, in the graph's order.
 
 Other ranks wait for each call. But Inductor drops calls whose outputs are not read, such as those of a rank with 0
 tokens, and moves calls that do not depend on each other, perhaps differently on each rank.
@@ -12,11 +13,24 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-__all__ = ["prepare_inductor"]
+__all__ = ["opaque", "prepare_inductor"]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def opaque(function: Function) -> Function:
+    """Keeps compilers out of a function: a graph breaks at its call, and what it calls is not compiled either.
+
+    `torch.compiler.disable` does the same, but imports the compiler at once, which takes 1.5 s and more. PyTorch's own
+    form of it, as its optimizers use it, does so when the function is first called.
+    """
+    disable = getattr(getattr(torch, "_compile", None), "_disable_dynamo", torch.compiler.disable)
+    disabled: Function = disable(function)
+    return disabled
 
 
 def prepare_inductor() -> None:

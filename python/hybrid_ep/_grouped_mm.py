@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._compilers import opaque
 from ._library import OPERATOR_TAGS
 
 __all__ = ["grouped_mm"]
@@ -48,7 +49,7 @@ def grouped_mm(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
 
 
 @torch.library.impl(_library, "grouped_mm", "CompositeExplicitAutograd")
-@torch.compiler.disable
+@opaque
 def _grouped_mm(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
     out = rows.new_empty((rows.shape[0], weights.shape[2]))
     begin = 0
@@ -60,7 +61,7 @@ def _grouped_mm(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
 
 
 @torch.library.impl(_library, "grouped_mm_weights", "CompositeExplicitAutograd")
-@torch.compiler.disable
+@opaque
 def _grouped_mm_weights(rows: Tensor, grads: Tensor, counts: Tensor) -> Tensor:
     """Computes the gradients of the matrices, `[E, K, N]`."""
     out = rows.new_empty((counts.shape[0], rows.shape[1], grads.shape[1]))

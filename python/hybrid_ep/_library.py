@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._compilers import prepare_inductor
+from ._compilers import opaque, prepare_inductor
 from .ops import Delivered, check_device, combine, dispatch, end_of, preprocess
 
 __all__ = ["OPERATOR_TAGS", "call_combine", "call_dispatch", "library"]
@@ -48,7 +48,7 @@ library.define(
 
 # ---- implementations
 #
-# `torch.compiler.disable` keeps the compiler out of the implementations. If it breaks a graph at an operator, it would
+# `opaque` keeps the compiler out of the implementations. If it breaks a graph at an operator, it would
 # otherwise try to compile the implementation.
 
 
@@ -57,7 +57,7 @@ def _or_empty(tensor: Tensor | None) -> Tensor:
 
 
 @torch.library.impl(library, "preprocess", "CompositeExplicitAutograd")
-@torch.compiler.disable
+@opaque
 def _preprocess_op(
     routing: Tensor,
     weights: Tensor | None,
@@ -104,13 +104,13 @@ def call_combine(
 
 
 @torch.library.impl(library, "dispatch", "CompositeExplicitAutograd")
-@torch.compiler.disable
+@opaque
 def _dispatch_op(*arguments: Any) -> tuple[Tensor, ...]:
     return tuple(map(_or_empty, call_dispatch(*arguments)))
 
 
 @torch.library.impl(library, "combine", "CompositeExplicitAutograd")
-@torch.compiler.disable
+@opaque
 def _combine_op(*arguments: Any) -> tuple[Tensor, ...]:
     return tuple(map(_or_empty, call_combine(*arguments)))
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from . import _native
+from ._compilers import opaque
 from .errors import CallerError
 
 if TYPE_CHECKING:
@@ -30,12 +31,6 @@ if TYPE_CHECKING:
 __all__ = ["Communication", "Work"]
 
 Result = TypeVar("Result")
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-
-def _eager(function: Function) -> Function:
-    """Keeps compilers out of a function, which handles streams and events: a graph breaks at the call."""
-    return torch.compiler.disable(function)  # type: ignore[no-any-return]
 
 
 class Work:
@@ -73,7 +68,7 @@ class Work:
         """The event after the operator in the communication stream; None if the operator is complete, as on the CPU."""
         return self._event
 
-    @_eager
+    @opaque
     def wait(self) -> None:
         """Makes the current stream wait for the operator. On a GPU the host does not wait.
 
@@ -96,7 +91,7 @@ class Work:
         self._results = []
         self._communication.waited(self)
 
-    @_eager
+    @opaque
     def is_completed(self) -> bool:
         """Whether the GPU has finished the operator. Does not wait.
 
@@ -106,7 +101,7 @@ class Work:
         self._check_capture(False)
         return self._event is None or self._event.query()
 
-    @_eager
+    @opaque
     def synchronize(self) -> None:
         """Makes the host wait until all operators that were called on this buffer so far are complete.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -255,3 +257,27 @@ def test_a_graph_outlives_no_buffer(device: str) -> None:
     del buffer
     with pytest.raises(CallerError, match="names no live"):
         compiled(x, handle.tensor)
+
+
+EAGER_PROGRAM = """
+import sys, torch
+from hybrid_ep import Buffer, MoELayer
+(buffer,) = Buffer.threads(1, num_experts=4, device={device!r}, workers=1)
+tokens = torch.ones(6, 16, device={device!r}).requires_grad_()
+idx = torch.arange(6, device={device!r})[:, None] % 4
+got = buffer.dispatch_with_permute(tokens, idx, torch.ones(6, 1, device={device!r}).requires_grad_())
+buffer.combine_with_unpermute(got.tokens, got.handle, probs=got.probs).tokens.sum().backward()
+assert tokens.grad is not None
+print("torch._dynamo" in sys.modules)
+got, work = buffer.dispatch(tokens, idx, async_op=True)
+work.wait()
+assert "torch._dynamo" in sys.modules
+"""
+
+
+def test_a_program_that_compiles_nothing_does_not_import_the_compiler(device: str) -> None:
+    """The import takes longer than all else that a short program does."""
+    program = [sys.executable, "-c", EAGER_PROGRAM.format(device=device)]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["False"]
