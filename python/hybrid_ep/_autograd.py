@@ -30,6 +30,9 @@ __all__ = ["combine", "dispatch", "is_watched"]
 # The number of active modes that see calls of PyTorch's operators.
 _modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
+# The state of `torch.jit.trace`; None outside of it.
+_tracing: Callable[[], object] = torch._C._get_tracing_state
+
 # The narrowest row that an operator can move: 16 bytes of bf16.
 _NARROWEST = 8
 
@@ -48,8 +51,8 @@ class _Once(torch.autograd.Function):
 
 
 def is_watched() -> bool:
-    """Whether a compiler or a mode must see calls of operators. A mode may keep results for activation checkpoints."""
-    return torch.compiler.is_compiling() or _modes() > 0
+    """Whether a compiler, a mode or a tracer must see calls of operators. A mode may keep results for checkpoints."""
+    return torch.compiler.is_compiling() or _modes() > 0 or _tracing() is not None
 
 
 _Backward = Callable[..., tuple[Tensor | None, ...]]

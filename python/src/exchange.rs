@@ -17,6 +17,8 @@ use crate::dlpack::{DataType, Device, Shape, Tensor};
 /// The attribute of a tensor class that holds the interface, and the name of its capsule.
 const ATTRIBUTE: &str = "__dlpack_c_exchange_api__";
 const NAME: &CStr = c"dlpack_exchange_api";
+/// The function of `torch._C` that makes the capsule.
+const OF_PYTORCH: &str = "_dlpack_exchange_api";
 
 /// The version of DLPack whose structures are declared here. Versions with the same major number can be read.
 const MAJOR: u32 = 1;
@@ -60,8 +62,11 @@ struct Api {
 #[derive(Debug)]
 pub(crate) struct Exchange {
     class: Py<PyType>,
+    /// The method of the class, which an attribute of a tensor cannot replace.
+    is_neg: Py<PyAny>,
     bfloat16: Py<PyAny>,
     float32: Py<PyAny>,
+    uint8: Py<PyAny>,
     import: unsafe extern "C" fn(*mut Managed, *mut *mut pyo3::ffi::PyObject) -> c_int,
     view: unsafe extern "C" fn(*mut pyo3::ffi::PyObject, *mut Tensor) -> c_int,
     stream: unsafe extern "C" fn(i32, i32, *mut *mut c_void) -> c_int,
@@ -127,6 +132,11 @@ impl Exchange {
 
     fn of(class: &Bound<'_, PyType>) -> PyResult<Option<Self>> {
         let py = class.py();
+        let torch = py.import("torch")?;
+        // Other libraries add interfaces of their own to a PyTorch that has none.
+        if !torch.getattr("_C")?.hasattr(OF_PYTORCH)? {
+            return Ok(None);
+        }
         let Ok(capsule) = class.getattr(ATTRIBUTE) else { return Ok(None) };
         let Ok(capsule) = capsule.cast_into::<PyCapsule>() else { return Ok(None) };
         let Ok(api) = capsule.pointer_checked(Some(NAME)) else { return Ok(None) };
@@ -137,18 +147,37 @@ impl Exchange {
         else {
             return Ok(None);
         };
-        let torch = py.import("torch")?;
-        let [bfloat16, float32] = [torch.getattr("bfloat16")?.unbind(), torch.getattr("float32")?.unbind()];
-        Ok(Some(Self { class: class.clone().unbind(), bfloat16, float32, import, view, stream }))
+        let dtype = |name: &str| torch.getattr(name).map(Bound::unbind);
+        Ok(Some(Self {
+            class: class.clone().unbind(),
+            is_neg: class.getattr("is_neg")?.unbind(),
+            bfloat16: dtype("bfloat16")?,
+            float32: dtype("float32")?,
+            uint8: dtype("uint8")?,
+            import,
+            view,
+            stream,
+        }))
     }
 
     /// Describes a tensor, if it is exactly a `torch.Tensor`, has one or two dimensions, and its memory holds its
     /// elements as they are. Not accepted: subclasses, tensors of a tracer, views with the opposite sign, and tensors
     /// without elements.
     pub(crate) fn look(&self, object: &Bound<'_, PyAny>) -> Option<Seen> {
+        let py = object.py();
+        if !object.get_type().is(&self.class) {
+            return None;
+        }
+        // Before the address is read: a function mode may run Python code here.
+        let is_negated = self.is_neg.bind(py).call1((object,)).and_then(|negated| negated.is_truthy());
+        if !matches!(is_negated, Ok(false)) {
+            return None;
+        }
         let seen = self.look_at_memory(object)?;
-        let is_negated = object.call_method0(intern!(object.py(), "is_neg")).and_then(|it| it.is_truthy());
-        matches!(is_negated, Ok(false)).then_some(seen)
+        // DLPack does not tell `uint8` from the types of fewer bits.
+        let is_known = seen.dtype != DataType::U8
+            || object.getattr(intern!(py, "dtype")).is_ok_and(|dtype| dtype.is(&self.uint8));
+        is_known.then_some(seen)
     }
 
     /// Like [`look`](Self::look), for tensors that this package has made. Accepts views with the opposite sign, too.

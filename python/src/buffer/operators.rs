@@ -73,7 +73,10 @@ impl Buffer {
         dtype: DataType,
         shape: [usize; 2],
     ) -> Result<Option<(Bound<'py, PyAny>, Span)>, Failure> {
-        let size = shape[0] * shape[1] * dtype.bytes();
+        let elements = shape[0].checked_mul(shape[1]);
+        let Some(size) = elements.and_then(|elements| elements.checked_mul(dtype.bytes())) else {
+            return Ok(None);
+        };
         if self.facts.device != Device::CPU {
             let sizes = ((shape[0], shape[1]),);
             let made = like.call_method1(intern!(py, "new_empty"), sizes).map_err(Failure::Raised)?;
