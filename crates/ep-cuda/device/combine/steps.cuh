@@ -207,9 +207,12 @@ struct Consumer {
         return Step::of(ld_shared_v4(team.step(place.at)));
     }
 
-    // This consumer's slice of a segment of `count` vectors: its first vector, and its vectors.
-    __device__ u32 first(u32 count) const { return which * slice_of(count); }
-    __device__ u32 part(u32 count) const { return min(count - min(count, first(count)), slice_of(count)); }
+    // This consumer's slice of a segment of `count` vectors: its first vector, and its vectors. The only consumer of a team has the
+    // whole segment, known without a computation, since each sum would wait for its result.
+    __device__ u32 first(u32 count) const { return SLICES == 1 ? 0 : which * slice_of(count); }
+    __device__ u32 part(u32 count) const {
+        return SLICES == 1 ? count : min(count - min(count, first(count)), slice_of(count));
+    }
 
     __device__ SharedAddress stage() const { return team.stage(place.at); }
 
