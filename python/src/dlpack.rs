@@ -104,12 +104,32 @@ struct ManagedTensor {
     deleter: Option<unsafe extern "C" fn(*mut ManagedTensor)>,
 }
 
-/// A managed tensor with its owner. The managed tensor is the first field, so that both have the same address.
+/// A managed tensor of either form, with its owner. The managed tensor is the first field, so that both have the same
+/// address.
 #[repr(C)]
-struct Export<T> {
-    managed: ManagedTensor,
-    shape: [i64; 2],
+pub(crate) struct Export<M, T> {
+    managed: M,
+    sizes: [i64; 2],
+    strides: [i64; 2],
     _owner: T,
+}
+
+impl<M, T> Export<M, T> {
+    /// Leaks a row-major tensor, which `delete` frees. `tensor`: the tensor inside of `managed`, whose sizes and strides this
+    /// sets.
+    pub(crate) fn leak(
+        managed: M,
+        tensor: impl FnOnce(&mut M) -> &mut Tensor,
+        shape: Shape,
+        owner: T,
+    ) -> NonNull<M> {
+        let (sizes, strides) = (shape.sizes(), [shape.columns.unwrap_or(1) as i64, 1]);
+        let mut export = Box::new(Self { managed, sizes, strides, _owner: owner });
+        let places = (export.sizes.as_mut_ptr(), export.strides.as_mut_ptr());
+        let tensor = tensor(&mut export.managed);
+        (tensor.shape, tensor.strides) = places;
+        NonNull::from(Box::leak(export)).cast()
+    }
 }
 
 /// A row-major matrix, or a vector where `columns` is `None`.
@@ -139,22 +159,17 @@ pub(crate) unsafe fn capsule<'py, T: Send + 'static>(
     dtype: DataType,
     shape: Shape,
 ) -> PyResult<Bound<'py, PyCapsule>> {
-    let mut export = Box::new(Export {
-        managed: ManagedTensor {
-            tensor: Tensor::unsized_at(data, device, dtype.for_capsules(), shape),
-            context: std::ptr::null_mut(),
-            deleter: Some(delete::<T>),
-        },
-        shape: shape.sizes(),
-        _owner: owner,
-    });
-    export.managed.tensor.shape = export.shape.as_mut_ptr();
-    let export = NonNull::from(Box::leak(export)).cast();
+    let managed = ManagedTensor {
+        tensor: Tensor::unsized_at(data, device, dtype.for_capsules(), shape),
+        context: std::ptr::null_mut(),
+        deleter: Some(delete::<ManagedTensor, T>),
+    };
+    let export = Export::leak(managed, |managed| &mut managed.tensor, shape, owner).cast();
     // SAFETY: the pointer is that of an export, which `discard` or the capsule's consumer frees.
     let capsule = unsafe { PyCapsule::new_with_pointer_and_destructor(py, export, NAME, Some(discard)) };
     if capsule.is_err() {
         // SAFETY: made above, and no capsule refers to it.
-        unsafe { delete::<T>(export.as_ptr().cast()) };
+        unsafe { delete::<ManagedTensor, T>(export.as_ptr().cast()) };
     }
     capsule
 }
@@ -162,10 +177,10 @@ pub(crate) unsafe fn capsule<'py, T: Send + 'static>(
 /// Frees an export.
 ///
 /// # Safety
-/// `managed` is the address of an `Export<T>` that [`capsule`] leaked and that has not been freed.
-unsafe extern "C" fn delete<T>(managed: *mut ManagedTensor) {
+/// `managed` is the address of an `Export<M, T>` that [`Export::leak`] has made and that has not been freed.
+pub(crate) unsafe extern "C" fn delete<M, T>(managed: *mut M) {
     // SAFETY: the caller's promise; `managed` is the first field.
-    drop(unsafe { Box::from_raw(managed.cast::<Export<T>>()) });
+    drop(unsafe { Box::from_raw(managed.cast::<Export<M, T>>()) });
 }
 
 /// The destructor of a capsule: frees the export if the capsule was not consumed.

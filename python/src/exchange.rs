@@ -5,14 +5,13 @@
 //! then checks the arguments, says what is wrong, or makes copies that the operators can use.
 
 use std::ffi::{CStr, c_int, c_void};
-use std::ptr::NonNull;
 
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyCapsule, PyType};
 
-use crate::dlpack::{DataType, Device, Shape, Tensor};
+use crate::dlpack::{DataType, Device, Export, Shape, Tensor, delete};
 
 /// The attribute of a tensor class that holds the interface, and the name of its capsule.
 const ATTRIBUTE: &str = "__dlpack_c_exchange_api__";
@@ -253,22 +252,14 @@ impl Exchange {
         dtype: DataType,
         shape: Shape,
     ) -> PyResult<Bound<'py, PyAny>> {
-        let mut export = Box::new(Export {
-            managed: Managed {
-                version: Version { major: MAJOR, minor: MINOR },
-                context: std::ptr::null_mut(),
-                deleter: Some(delete::<T>),
-                flags: 0,
-                tensor: Tensor::unsized_at(data, device, dtype, shape),
-            },
-            sizes: shape.sizes(),
-            // DLPack 1.2 wants strides.
-            strides: [shape.columns.unwrap_or(1) as i64, 1],
-            _owner: owner,
-        });
-        export.managed.tensor.shape = export.sizes.as_mut_ptr();
-        export.managed.tensor.strides = export.strides.as_mut_ptr();
-        let export = NonNull::from(Box::leak(export)).cast::<Managed>();
+        let managed = Managed {
+            version: Version { major: MAJOR, minor: MINOR },
+            context: std::ptr::null_mut(),
+            deleter: Some(delete::<Managed, T>),
+            flags: 0,
+            tensor: Tensor::unsized_at(data, device, dtype, shape),
+        };
+        let export = Export::leak(managed, |managed| &mut managed.tensor, shape, owner);
         let mut made = std::ptr::null_mut();
         // SAFETY: the managed tensor is valid, and its deleter fits its type. The function takes it over.
         unsafe {
@@ -278,22 +269,4 @@ impl Exchange {
             }
         }
     }
-}
-
-/// A managed tensor with its owner. The managed tensor is the first field, so that both have the same address.
-#[repr(C)]
-struct Export<T> {
-    managed: Managed,
-    sizes: [i64; 2],
-    strides: [i64; 2],
-    _owner: T,
-}
-
-/// Frees an export.
-///
-/// # Safety
-/// `managed` is the address of an `Export<T>` that [`Exchange::tensor`] leaked and that has not been freed.
-unsafe extern "C" fn delete<T>(managed: *mut Managed) {
-    // SAFETY: the caller's promise; `managed` is the first field.
-    drop(unsafe { Box::from_raw(managed.cast::<Export<T>>()) });
 }
