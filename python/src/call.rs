@@ -11,7 +11,7 @@ use ep::{
 use pyo3::prelude::*;
 use pyo3::types::PyCapsule;
 
-use crate::delivered::{Delivered as Owned, Freed};
+use crate::delivered::{Freed, Owned};
 use crate::dlpack::{self, DataType, Device, Shape};
 use crate::errors::Failure;
 use crate::exchange::Exchange;

@@ -21,20 +21,20 @@ impl Freed {
 }
 
 /// Memory that a tensor owns. Dropped with the last tensor that uses it.
-pub(crate) struct Delivered<M> {
+pub(crate) struct Owned<M> {
     address: usize,
     memory: Option<M>,
     freed: Freed,
 }
 
-impl<M> Delivered<M> {
+impl<M> Owned<M> {
     pub(crate) fn new(memory: M, address: usize, freed: &Freed) -> Self {
         *addresses().entry(address).or_default() += 1;
         Self { address, memory: Some(memory), freed: freed.clone() }
     }
 }
 
-impl<M> Drop for Delivered<M> {
+impl<M> Drop for Owned<M> {
     fn drop(&mut self) {
         {
             let mut addresses = addresses();
