@@ -73,7 +73,7 @@ class End:
         on_gpu = native.backend == "cuda"
         self.device = torch.device("cuda", native.ordinal) if on_gpu else torch.device("cpu")
         # Tensors must start at a multiple of this many bytes.
-        self.alignment = 16 if on_gpu else 4
+        self.alignment: int = native.alignment
         self.communication = Communication(self.device) if on_gpu else None
         _ends[self.number] = self
 

@@ -271,8 +271,12 @@ class Communication:
             after._check_capture(capturing)
             # None: the work is complete, so the operator follows the current stream.
             after = after._event
-        made_here = any(tensor.data_ptr() not in call.given for tensor in inputs)
-        if after is None or capturing or made_here or end.native.has_freed():
+        if (
+            after is None
+            or capturing
+            or end.native.has_freed()
+            or any(tensor.data_ptr() not in call.given for tensor in inputs)
+        ):
             # Replays write to memory of the capture only, so a capture does not order later operators.
             if not capturing:
                 end.native.forget_freed()

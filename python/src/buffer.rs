@@ -71,7 +71,7 @@ type AnyEnd = Either<Box<HostBuffer>, Box<CudaBuffer>>;
 /// The tensors of a combine: tokens, and their probabilities.
 type Summed<'py> = (Bound<'py, PyAny>, Option<Bound<'py, PyAny>>);
 
-/// Evaluates `$call` with `$end` bound to the buffer of either backend.
+/// Evaluates `$call` with `$end` bound to the buffer, or another value, of either backend.
 macro_rules! with_end {
     ($any:expr, $end:ident => $call:expr) => {
         match $any {
@@ -328,6 +328,12 @@ impl Buffer {
         self.facts.device.ordinal()
     }
 
+    /// The bytes that the addresses of tensors must be a multiple of.
+    #[getter]
+    fn alignment(&self) -> usize {
+        self.facts.device.alignment()
+    }
+
     /// Bytes of registered memory.
     fn registered_bytes(&self, py: Python<'_>) -> Result<usize, Failure> {
         self.run(py, |end| Ok(with_end!(end, end => end.registered_bytes())))
@@ -423,11 +429,9 @@ impl Buffer {
             clear_tokens,
         };
         let (device, freed) = (self.facts.device, &self.freed);
-        match self.dispatched(py, stream, number, &call)? {
-            Either::Host(delivered) => delivered.each(|output| output.into_capsule(py, device, freed)),
-            Either::Cuda(delivered) => delivered.each(|output| output.into_capsule(py, device, freed)),
-        }
-        .map_err(Failure::Raised)
+        let delivered = self.dispatched(py, stream, number, &call)?;
+        with_end!(delivered, all => all.each(|output| output.into_capsule(py, device, freed)))
+            .map_err(Failure::Raised)
     }
 
     /// Dispatches tensors that need no copy. Returns `None`, and has done nothing, if there is anything unusual about
@@ -450,22 +454,23 @@ impl Buffer {
         let (device, freed) = (self.facts.device, &self.freed);
         let reader = self.reader(exchange);
         let quantise = scales_of.map(|format| tokens_of((3, format))).transpose()?;
-        let given = tensors::Dispatch { tokens, scales, weights, from_routing, quantise };
-        let (Some(number), Some(mut call)) = (reader.number(handle), reader.dispatch(&given)) else {
+        let given = tensors::Dispatch {
+            tokens,
+            scales,
+            weights,
+            from_routing,
+            quantise,
+            local_experts,
+            clear_tokens,
+        };
+        let (Some(number), Some(call)) = (reader.number(handle), reader.dispatch(&given)) else {
             return Ok(None);
         };
-        (call.clear_tokens, call.local_experts) = (clear_tokens, local_experts);
         let stream = exchange.stream(py, device).map_err(Failure::Raised)?;
-        match self.dispatched(py, stream, number, &call)? {
-            Either::Host(delivered) => {
-                delivered.each(|output| output.into_tensor(py, exchange, device, freed))
-            }
-            Either::Cuda(delivered) => {
-                delivered.each(|output| output.into_tensor(py, exchange, device, freed))
-            }
-        }
-        .map(Some)
-        .map_err(Failure::Raised)
+        let delivered = self.dispatched(py, stream, number, &call)?;
+        with_end!(delivered, all => all.each(|output| output.into_tensor(py, exchange, device, freed)))
+            .map(Some)
+            .map_err(Failure::Raised)
     }
 
     /// Combines rows into `out`, and probabilities into `out_probs`. `size`: rows, tokens, and the length of a row.
@@ -565,11 +570,8 @@ impl Buffer {
         bytes: usize,
     ) -> Result<Bound<'py, PyCapsule>, Failure> {
         let (device, freed) = (self.facts.device, &self.freed);
-        match self.allocated(py, stream, DataType::U8, Shape { rows: bytes, columns: None })? {
-            Either::Host(output) => output.into_capsule(py, device, freed),
-            Either::Cuda(output) => output.into_capsule(py, device, freed),
-        }
-        .map_err(Failure::Raised)
+        let output = self.allocated(py, stream, DataType::U8, Shape { rows: bytes, columns: None })?;
+        with_end!(output, output => output.into_capsule(py, device, freed)).map_err(Failure::Raised)
     }
 
     /// Whether memory that this buffer delivered was freed since the last [`forget_freed`](Self::forget_freed).

@@ -25,6 +25,11 @@ impl Device {
         Self { kind: 2, ordinal: ordinal as i32 }
     }
 
+    /// The alignment of tensors in bytes that operators on the device need.
+    pub(crate) fn alignment(self) -> usize {
+        if self == Self::CPU { 4 } else { 16 }
+    }
+
     pub(crate) fn kind(self) -> i32 {
         self.kind
     }

@@ -27,6 +27,10 @@ pub(crate) struct Dispatch<'a, 'py> {
     pub(crate) from_routing: bool,
     /// The format that the operator quantises bf16 tokens to.
     pub(crate) quantise: Option<Tokens>,
+    /// As in [`DispatchCall`].
+    pub(crate) local_experts: bool,
+    /// As in [`DispatchCall`].
+    pub(crate) clear_tokens: bool,
 }
 
 /// The tensors of a combine, and what they mean.
@@ -51,7 +55,6 @@ impl Reader<'_> {
         (fits && seen.rows == 1 && seen.is_dense(8)).then(|| unsafe { *(seen.address as *const i64) })
     }
 
-    /// The call without its last two arguments, which are no tensors.
     pub(crate) fn dispatch(&self, given: &Dispatch<'_, '_>) -> Option<DispatchCall> {
         let data = self.matrix(given.tokens)?;
         let (rows, hidden) = (data.rows, data.width());
@@ -89,8 +92,8 @@ impl Reader<'_> {
             data,
             scales,
             probs,
-            local_experts: false,
-            clear_tokens: false,
+            local_experts: given.local_experts,
+            clear_tokens: given.clear_tokens,
         })
     }
 
@@ -133,7 +136,7 @@ impl Reader<'_> {
             return None;
         }
         if permuted {
-            return (!seen.is_matrix() && seen.is_dense(self.alignment())).then(|| (span(&seen), 1));
+            return (!seen.is_matrix() && seen.is_dense(self.device.alignment())).then(|| (span(&seen), 1));
         }
         let (stride, first) = (seen.row_stride()?, first_column.unwrap_or(0));
         let fits = match first_column {
@@ -149,12 +152,7 @@ impl Reader<'_> {
     fn matrix(&self, tensor: &Bound<'_, PyAny>) -> Option<Seen> {
         let seen = self.exchange.look(tensor)?;
         let fits = seen.is_matrix() && seen.device == self.device && seen.rows > 0 && seen.width() > 0;
-        (fits && seen.is_dense(self.alignment())).then_some(seen)
-    }
-
-    /// The alignment of tensors in bytes that the backend needs.
-    fn alignment(&self) -> usize {
-        if self.device == Device::CPU { 4 } else { 16 }
+        (fits && seen.is_dense(self.device.alignment())).then_some(seen)
     }
 }
 

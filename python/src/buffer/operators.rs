@@ -84,14 +84,9 @@ impl Buffer {
             return Ok(address.map(|address| (made, Span(address, size))));
         }
         let shape = Shape { rows: shape[0], columns: Some(shape[1]) };
-        let (address, made) = match self.allocated(py, stream, dtype, shape)? {
-            Either::Host(output) => {
-                (output.address, output.into_tensor(py, exchange, Device::CPU, &self.freed))
-            }
-            Either::Cuda(output) => {
-                (output.address, output.into_tensor(py, exchange, self.facts.device, &self.freed))
-            }
-        };
+        let output = self.allocated(py, stream, dtype, shape)?;
+        let address = with_end!(&output, output => output.address);
+        let made = with_end!(output, output => output.into_tensor(py, exchange, Device::CPU, &self.freed));
         Ok(Some((made.map_err(Failure::Raised)?, Span(address, size))))
     }
 }
